@@ -1,0 +1,228 @@
+"""Frozen dataclasses to JSON values and back, strictly.
+
+Nothing is ever evaluated or unpickled: a decoder built from the annotations accepts exactly the
+declared fields with exactly the declared types and names the field that is wrong. Unions of
+dataclasses are told apart by their `kind` field, which is a one-word `Literal`. Bytes leave the
+JSON: `encode` appends them to `blobs` and writes their index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+
+from fsdp_engine.contract.errors import CaseError
+
+T = TypeVar("T")
+Decoder: TypeAlias = Callable[[Any, str, tuple[bytes, ...]], Any]
+
+
+def encode(value: Any, blobs: list[bytes] | None = None) -> Any:
+    """`value` (dataclasses, tuples, dicts, scalars, bytes) as JSON values."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, bytes):
+        if blobs is None:
+            raise TypeError("bytes need a list of blobs to go to")
+        blobs.append(value)
+        return len(blobs) - 1
+    if isinstance(value, (tuple, list)):
+        return [encode(item, blobs) for item in value]
+    if isinstance(value, dict):
+        return {str(key): encode(item, blobs) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: encode(getattr(value, name), blobs) for name in _field_names(type(value))}
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def decode(cls: type[T], raw: Any, *, where: str, blobs: tuple[bytes, ...] = ()) -> T:
+    """Build a `cls` from JSON values.
+
+    Raises:
+        CaseError: unknown or missing field, wrong type, or a value the class refuses; `where`
+            and the path below it are in the message.
+    """
+    return cast(T, _decoder(cast(Any, cls))(raw, where, blobs))
+
+
+@functools.cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@functools.cache
+def _decoder(annotation: Any) -> Decoder:
+    if dataclasses.is_dataclass(annotation):
+        return _dataclass_decoder(annotation)
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return _literal_decoder(get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return _union_decoder(get_args(annotation))
+    if origin is tuple:
+        return _tuple_decoder(get_args(annotation))
+    if origin is dict:
+        return _dict_decoder(get_args(annotation))
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
+    raise TypeError(f"no decoder for {annotation}")
+
+
+def _dataclass_decoder(cls: Any) -> Decoder:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    required = {
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    decoders = {f.name: _decoder(hints[f.name]) for f in fields}
+
+    def decode_object(raw: Any, where: str, blobs: tuple[bytes, ...]) -> Any:
+        _expect(isinstance(raw, dict), where, raw, f"an object ({cls.__name__})")
+        unknown = sorted(set(raw) - set(decoders))
+        if unknown:
+            raise CaseError(f"{where}.{unknown[0]}: unknown field; legal are {', '.join(decoders)}")
+        missing = sorted(required - set(raw))
+        if missing:
+            raise CaseError(f"{where}.{missing[0]}: missing")
+        values = {
+            name: decoders[name](item, f"{where}.{name}", blobs) for name, item in raw.items()
+        }
+        try:
+            return cls(**values)
+        except CaseError as error:
+            raise CaseError(f"{where}: {error}") from error
+
+    return decode_object
+
+
+def _literal_decoder(values: tuple[Any, ...]) -> Decoder:
+    def decode_literal(raw: Any, where: str, _: tuple[bytes, ...]) -> Any:
+        legal = isinstance(raw, str) and raw in values
+        _expect(legal, where, raw, "one of " + ", ".join(map(str, values)))
+        return raw
+
+    return decode_literal
+
+
+def _union_decoder(members: tuple[Any, ...]) -> Decoder:
+    classes: list[Any] = [member for member in members if dataclasses.is_dataclass(member)]
+    others = [member for member in members if member not in classes]
+    by_kind = (
+        {get_args(typing.get_type_hints(member)["kind"])[0]: _decoder(member) for member in classes}
+        if len(classes) > 1
+        else {}
+    )
+
+    def decode_union(raw: Any, where: str, blobs: tuple[bytes, ...]) -> Any:
+        if by_kind and isinstance(raw, dict):
+            kind = raw.get("kind")
+            legal = isinstance(kind, str) and kind in by_kind
+            _expect(legal, f"{where}.kind", kind, "one of " + ", ".join(by_kind))
+            return by_kind[str(kind)](raw, where, blobs)
+        if classes and isinstance(raw, dict):
+            return _decoder(classes[0])(raw, where, blobs)
+        for member in others:
+            if _matches(raw, member):
+                return _decoder(member)(raw, where, blobs)
+        names = ", ".join(getattr(member, "__name__", str(member)) for member in members)
+        raise CaseError(f"{where}: {_short(raw)} is not one of {names}")
+
+    return decode_union
+
+
+def _tuple_decoder(items: tuple[Any, ...]) -> Decoder:
+    variadic = len(items) == 2 and items[1] is Ellipsis
+    decoders = [_decoder(item) for item in items if item is not Ellipsis]
+
+    def decode_tuple(raw: Any, where: str, blobs: tuple[bytes, ...]) -> Any:
+        _expect(isinstance(raw, list), where, raw, "a list")
+        if variadic:
+            return tuple(
+                decoders[0](item, f"{where}[{index}]", blobs) for index, item in enumerate(raw)
+            )
+        _expect(len(raw) == len(decoders), where, raw, f"a list of {len(decoders)}")
+        return tuple(
+            decoder(item, f"{where}[{index}]", blobs)
+            for index, (decoder, item) in enumerate(zip(decoders, raw, strict=True))
+        )
+
+    return decode_tuple
+
+
+def _dict_decoder(items: tuple[Any, ...]) -> Decoder:
+    key, value = items
+    decode_value = _decoder(value)
+
+    def decode_dict(raw: Any, where: str, blobs: tuple[bytes, ...]) -> Any:
+        _expect(isinstance(raw, dict), where, raw, "an object")
+        return {
+            (int(name) if key is int else name): decode_value(item, f"{where}.{name}", blobs)
+            for name, item in raw.items()
+        }
+
+    return decode_dict
+
+
+def _decode_float(raw: Any, where: str, _: tuple[bytes, ...]) -> float:
+    _expect(_matches(raw, float), where, raw, "a number")
+    try:
+        return float(raw)
+    except OverflowError as error:
+        raise CaseError(f"{where}: {_short(raw)} is too large a number") from error
+
+
+def _scalar_decoder(cls: Any, legal: str) -> Decoder:
+    def decode_scalar(raw: Any, where: str, _: tuple[bytes, ...]) -> Any:
+        _expect(_matches(raw, cls), where, raw, legal)
+        return raw
+
+    return decode_scalar
+
+
+def _decode_bytes(raw: Any, where: str, blobs: tuple[bytes, ...]) -> bytes:
+    legal = _matches(raw, int) and 0 <= raw < len(blobs)
+    _expect(legal, where, raw, f"the index of one of {len(blobs)} blobs")
+    return blobs[int(raw)]
+
+
+_SCALARS: dict[Any, Decoder] = {
+    str: _scalar_decoder(str, "a string"),
+    bool: _scalar_decoder(bool, "true or false"),
+    int: _scalar_decoder(int, "a whole number"),
+    float: _decode_float,
+    type(None): _scalar_decoder(type(None), "null"),
+    bytes: _decode_bytes,
+}
+
+
+def _matches(raw: Any, cls: Any) -> bool:
+    if cls is float:
+        return isinstance(raw, (int, float)) and not isinstance(raw, bool)
+    if cls is int:
+        return isinstance(raw, int) and not isinstance(raw, bool)
+    origin = get_origin(cls)
+    if origin is tuple:
+        return isinstance(raw, list)
+    if origin is dict:
+        return isinstance(raw, dict)
+    if origin is Literal:
+        return raw in get_args(cls)
+    if cls is bytes:
+        return _matches(raw, int)
+    return isinstance(raw, cls)
+
+
+def _expect(legal: bool, where: str, raw: Any, wanted: str) -> None:  # noqa: FBT001
+    if not legal:
+        raise CaseError(f"{where}: {_short(raw)} is not legal; it must be {wanted}")
+
+
+def _short(raw: Any) -> str:
+    text = repr(raw)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,182 @@
+"""The seam to an engine: what an adapter implements, what a check may ask.
+
+An engine is a class found by name, built without arguments in every rank process. The controller
+never imports it: it asks through a world and gets plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from fsdp_engine.contract.case import Case, Export, Scalar
+from fsdp_engine.contract.observation import Numerics, Observation, Placement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from fsdp_engine.workload.batches import LocalBatch, MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do at all, as plain data, for the report."""
+
+    name: str
+    versions: dict[str, str]
+    strategies: tuple[str, ...]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """Where a trainee runs. The default process group spans exactly the case's ranks."""
+
+    rank: int
+    world_size: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard:
+    """One rank's part of a named tensor, still a tensor. `data` None: absent."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    placement: Placement
+    data: Tensor | None
+
+
+TokenLoss: TypeAlias = "Callable[[object, MicroBatch], Tensor]"
+"""`(module output, micro-batch) -> [sequences, tokens]` per-token losses, fp32 or fp64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What forward and backward return.
+
+    `total` is the sum of the rank's normalised micro-batch losses: `(1/W) * sum_r total_r` is the
+    global loss. `plan` has the rank's sequence indices per micro-batch. `notes` say what the engine
+    did differently from what was asked, for example a fall-back to eager sync.
+    """
+
+    total: float
+    plan: tuple[tuple[int, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Gradient norm before clipping and whether the optimizer stepped."""
+
+    norm: float
+    stepped: bool
+
+
+class Trainee(Protocol):
+    """A built engine on one rank."""
+
+    @property
+    def module(self) -> Module:
+        """The wrapped root; calling it runs a forward with all of the engine's hooks."""
+
+    def mode(self, which: Literal["train", "eval"]) -> AbstractContextManager[None]: ...
+
+    def zero_grad(self) -> None: ...
+
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        """Split the rank's batch, run every micro-batch, leave reduced gradients.
+
+        The engine plans the micro-batches, normalises by global counts and multiplies by the
+        number of ranks it averages over. Bit-faithful replay assumes the canonical association
+
+            token-mean            sum(token_loss * mask) * (W / N)
+            token-sum             sum(token_loss * mask) * W
+            seq-mean-token-sum    sum(token_loss * mask) * (W / S)
+            seq-mean-token-mean   sum_s(sum_t(token_loss * mask) / n_s) * (W / S)
+
+        with N the global number of loss tokens, S the global number of sequences that have any,
+        n_s those of a sequence (a sequence without any contributes zero) and the quotient a
+        Python float. An engine that associates otherwise declares `replayable=False`.
+        """
+
+    def gradients(self) -> Iterator[LocalShard]:
+        """Every parameter of the model by its workload name; `data` None where there is none."""
+
+    def parameters(self) -> Iterator[LocalShard]: ...
+
+    def step(self) -> StepResult: ...
+
+    def lr_step(self) -> float:
+        """Advance the schedule; the learning rate that the next step will use."""
+
+    def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
+        """Per-token losses `[sequences, longest]` of the rank's batch, without gradients."""
+
+    def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by workload name; every rank drains it in the same order."""
+
+
+class Engine(Protocol):
+    """The system under test."""
+
+    def capabilities(self) -> Capabilities: ...
+
+    def supports(self, case: Case) -> str | None:
+        """None, or the reason in words why the case does not apply to this engine."""
+
+    def numerics(self, case: Case) -> Numerics: ...
+
+    def defaults(self) -> dict[str, dict[str, Scalar]]:
+        """Entry point (`dataclass`, `yaml`, ...) to flat field name to default value."""
+
+    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
+        """The mesh the engine makes of its size option. Raises `ConfigError` where it refuses."""
+
+    def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
+        """The sharding strategy's name. Raises `NotImplementedError` naming another ndim."""
+
+    def build(self, case: Case, rank: RankContext) -> Trainee:
+        """Build the trainee from `workload.models.build_model(case)`.
+
+        Raises `ConfigError` before any collective, on every rank, for a refused configuration.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A table entry: a value, or the class name and message of the exception it raised."""
+
+    value: str | tuple[int, ...] | None
+    error_kind: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTables:
+    """An engine's answers to questions that need no ranks.
+
+    `mesh_shapes` answers the `(world_size, fsdp_size)` pairs asked, in order; `strategies` the
+    `(mesh_ndim, zero3)` pairs.
+    """
+
+    capabilities: Capabilities
+    defaults: dict[str, dict[str, Scalar]]
+    mesh_shapes: tuple[Answer, ...]
+    strategies: tuple[Answer, ...]
+
+
+class Run(Protocol):
+    """How a check reaches ranks. `run(case)` returns the observation or raises a `RunError`."""
+
+    def __call__(self, case: Case) -> Observation: ...
+
+    def tables(
+        self,
+        *,
+        mesh_shapes: tuple[tuple[int, int], ...] = (),
+        strategies: tuple[tuple[int, bool], ...] = (),
+    ) -> EngineTables: ...
