@@ -1,0 +1,43 @@
+# `make properties` and `make test` do all the set-up themselves: a virtual environment with the
+# exact versions of constraints.txt, then the run. A second call skips what is up to date.
+#
+#   make properties PROFILE=smoke ENGINE=torch_fsdp2 ARGS="-k gradient -x"
+
+PROFILE ?= default
+ENGINE ?= reference
+ARGS ?=
+VENV ?= .venv
+BASE_PYTHON ?= python3
+PYTHON := $(VENV)/bin/python
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: properties test lint types layers check clean setup
+
+properties: setup
+	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) $(ARGS)
+
+test: setup
+	$(PYTHON) -m pytest tests/ -n auto $(ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	! grep -rnE "rtol|atol|allclose|isclose" oracles properties --include=*.py
+
+types: setup
+	$(VENV)/bin/mypy
+
+layers: setup
+	$(VENV)/bin/lint-imports
+
+check: lint types layers test properties
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .hypothesis .repro .reports build *.egg-info
