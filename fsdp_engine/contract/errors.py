@@ -3,6 +3,7 @@
 FsdpPropertiesError
 ├── CaseError (also ValueError)        a case or case file that describes no legal run
 ├── ConfigError (also ValueError)      an engine configuration that is refused
+├── EngineStateError (also RuntimeError)  a call that the engine's present state does not allow
 ├── EngineLoadError                    an engine name that leads to no engine
 └── RunError                           a case that ran and showed no observation
     ├── UnsupportedCase                the engine says in words why it does not apply
@@ -25,6 +26,10 @@ class CaseError(FsdpPropertiesError, ValueError):
 
 class ConfigError(FsdpPropertiesError, ValueError):
     """An engine refuses its configuration. Names the field, the value and what would be legal."""
+
+
+class EngineStateError(FsdpPropertiesError, RuntimeError):
+    """A call that the engine's present state does not allow. Says what would allow it."""
 
 
 class EngineLoadError(FsdpPropertiesError):

@@ -50,6 +50,9 @@ class LocalShard:
     data: Tensor | None
 
 
+EAGER_FALLBACK = "fell back to eager sync"
+"""The note of an engine that reduced a deferred batch after every micro-batch instead."""
+
 TokenLoss: TypeAlias = "Callable[[object, MicroBatch], Tensor]"
 """`(module output, micro-batch) -> [sequences, tokens]` per-token losses, fp32 or fp64."""
 

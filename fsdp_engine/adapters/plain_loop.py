@@ -1,0 +1,91 @@
+"""Counting, planning and normalising of a rank's batch, as a plain training loop does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_engine.contract.case import LossMode, Planning, Static
+from fsdp_engine.workload.batches import LocalBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCounts:
+    """Over all ranks: ranks, loss tokens, sequences that have any."""
+
+    num_ranks: int
+    num_tokens: int
+    num_sequences: int
+
+
+def count_loss(batch: LocalBatch) -> LossCounts:
+    """The global counts, by one all-reduce of two integers."""
+    tokens = batch.loss_tokens
+    counts = torch.tensor([sum(tokens), sum(count > 0 for count in tokens)])
+    dist.all_reduce(counts)
+    num_tokens, num_sequences = map(int, counts)
+    return LossCounts(
+        num_ranks=dist.get_world_size(), num_tokens=num_tokens, num_sequences=num_sequences
+    )
+
+
+def plan_micro_batches(batch: LocalBatch, planning: Planning) -> tuple[tuple[int, ...], ...]:
+    """Sequence indices per micro-batch, the same number of micro-batches on all ranks.
+
+    A token budget gives the largest number that any rank needs to stay within it, but not more
+    than the shortest batch has sequences: then some micro-batches exceed the budget.
+    """
+    if isinstance(planning, Static):
+        starts = range(0, len(batch), planning.sequences)
+        return tuple(tuple(range(start, start + planning.sequences)) for start in starts)
+    needed = len(_greedy(batch.lengths, planning.max_tokens))
+    agreed = torch.tensor([needed, -len(batch)])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    most_needed, minus_shortest = map(int, agreed)
+    return _split(batch.lengths, min(most_needed, -minus_shortest), planning.max_tokens)
+
+
+def normalised_loss(
+    token_losses: Tensor, loss_mask: Tensor, mode: LossMode, counts: LossCounts
+) -> Tensor:
+    """The micro-batch's share of the global loss, times the ranks that FSDP averages over."""
+    mask = loss_mask.to(token_losses.device, token_losses.dtype)
+    masked = token_losses * mask
+    match mode:
+        case "token-mean":
+            return masked.sum() * (counts.num_ranks / counts.num_tokens)
+        case "token-sum":
+            return masked.sum() * float(counts.num_ranks)
+        case "seq-mean-token-sum":
+            return masked.sum() * (counts.num_ranks / counts.num_sequences)
+        case "seq-mean-token-mean":
+            per_sequence = masked.sum(-1) / mask.sum(-1).clamp(min=1)
+            return per_sequence.sum() * (counts.num_ranks / counts.num_sequences)
+
+
+def _greedy(lengths: tuple[int, ...], max_tokens: int) -> list[list[int]]:
+    """Consecutive sequences, as many as fit the budget."""
+    parts: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room or not parts:
+            parts.append([])
+            room = max_tokens
+        parts[-1].append(index)
+        room -= length
+    return parts
+
+
+def _split(lengths: tuple[int, ...], count: int, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """The greedy parts, halved or merged until there are `count`, `count <= len(lengths)`."""
+    parts = _greedy(lengths, max_tokens)
+    while len(parts) < count:
+        longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        part = parts[longest]
+        parts[longest : longest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    while len(parts) > count:
+        parts[-2:] = [parts[-2] + parts[-1]]
+    return tuple(map(tuple, parts))

@@ -1,0 +1,247 @@
+"""The engine: one wrapped model on one rank, trained by micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_engine.contract.case import Export
+from fsdp_engine.contract.errors import EngineStateError
+from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
+from fsdp_engine.engine.config import DTYPES, EngineConfig, OptimizerConfig
+from fsdp_engine.engine.export import export_entries, gather_all
+from fsdp_engine.engine.gradient_sync import GradientSync
+from fsdp_engine.engine.mesh import make_mesh, mesh_shape, require_mesh
+from fsdp_engine.engine.micro_batches import plan_batch
+from fsdp_engine.engine.normalise import GlobalCounts, count, normalise
+from fsdp_engine.engine.schedule import lr_factor
+from fsdp_engine.engine.sharding import replicates
+from fsdp_engine.engine.step import clip, global_norm, local_gradients, make_optimizer
+from fsdp_engine.engine.units import find_units
+from fsdp_engine.engine.usage import Usage
+from fsdp_engine.engine.wrap import wrap
+from fsdp_engine.torch_private.accumulators import reset, reshard
+from fsdp_engine.torch_private.deferred import make_absent
+from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards
+from fsdp_engine.workload.batches import LocalBatch
+
+ModuleArguments = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Chooses, of a micro-batch's inputs, the keyword arguments that the model takes."""
+
+
+class FsdpEngine:
+    """A model, sharded over the default process group, with its optimizer and schedule.
+
+    `model` holds its weights, the same on every rank, and is wrapped in place. `shape` overrides
+    the mesh that `config.fsdp_size` names. Without `optimizer` there is no step: that is
+    `forward_only`.
+
+    Raises:
+        ConfigError: before any collective, on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        optimizer: OptimizerConfig | None,
+        *,
+        device: torch.device,
+        module_arguments: ModuleArguments = dict,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        world_size = dist.get_world_size()
+        shape = mesh_shape(world_size, config.fsdp_size) if shape is None else shape
+        require_mesh(shape, world_size=world_size)
+        units = find_units(model, config.wrap_policy)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[config.model_dtype])
+        self._config = config
+        self._device = device
+        self._module_arguments = module_arguments
+        self._entries = export_entries(model)
+        self._usage = Usage(units)
+        self._unsettled = False
+        self._steps = 0
+        self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
+        self.module = wrap(units, config, self._mesh, device)
+        self._sync = GradientSync(
+            self.module,
+            deferred=config.use_no_sync_for_gradient_accumulation,
+            replicated=config.strategy == "fsdp" and replicates(shape),
+        )
+        self._optimization = (
+            None
+            if config.forward_only or optimizer is None
+            else _Optimization(self.module, optimizer, num_shards=shape[-1], device=device)
+        )
+
+    @contextmanager
+    def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
+        """Train or evaluate inside; every module's own mode comes back.
+
+        An exception leaves no gradient and nothing gathered.
+        """
+        if which == "train":
+            self._optimizer("train")
+        before = [(module, module.training) for module in self.module.modules()]
+        self.module.train(which == "train")
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            for module, training in before:
+                module.training = training
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+        self._usage.clear()
+        self._unsettled = False
+
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        """Run every micro-batch and leave reduced gradients, added to those that are there.
+
+        After an exception parameters, optimizer state and sync flags are as before the batch, and
+        no gradient is left, so the next batch gives what a fresh engine gives.
+        """
+        self._optimizer("forward_backward")
+        try:
+            plan, notes = plan_batch(batch.lengths, self._config, self._device)
+            counts = count(batch.loss_tokens, self._device)
+            self._unsettled = True
+            total = 0.0
+            for number, indices in enumerate(plan):
+                with self._sync.micro_batch(number, len(plan)):
+                    share = self._share(batch, indices, loss, counts)
+                    self._sync.before_backward(number, len(plan), share)
+                    share.backward()  # type: ignore[no-untyped-call]  # so in torch
+                self._usage.end_micro_batch()
+                total += share.item()
+        except BaseException:
+            self._abandon()
+            raise
+        return Losses(total=total, plan=plan, notes=notes)
+
+    def gradients(self) -> Iterator[LocalShard]:
+        """This rank's shards. The first call after a batch is collective."""
+        self._settle()
+        return gradient_shards(self.module)
+
+    def parameters(self) -> Iterator[LocalShard]:
+        return parameter_shards(self.module)
+
+    def step(self) -> StepResult:
+        """Clip and step, or, where any rank has a non-finite gradient, drop all gradients."""
+        optimization = self._optimizer("step")
+        self._settle()
+        result = optimization.step()
+        if result.stepped:
+            self._steps += 1
+        else:
+            self.zero_grad()
+        return result
+
+    def lr_step(self) -> float:
+        return self._optimizer("lr_step").lr_step()
+
+    @torch.no_grad()
+    def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
+        """Per-token losses `[sequences, longest]` of the whole batch, in one forward."""
+        micro_batch = batch.select(range(len(batch)))
+        try:
+            output = self.module(**self._module_arguments(micro_batch.inputs))
+            return loss(output, micro_batch)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            reshard(self.module)
+
+    def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  see below
+        """Full weights by name, one at a time, in the storage dtype, on the engine's device.
+
+        They are the weights at the call: after a step the generator raises instead of going on
+        with newer ones. Parameters never leave the engine's device, so there is nothing to load
+        before and to offload after, and every `staging` yields the same.
+
+        Raises:
+            EngineStateError: from the generator, after a step.
+        """
+        return self._export(self._steps)
+
+    def _export(self, steps: int) -> Iterator[tuple[str, Tensor]]:
+        for item in gather_all(self.module, self._entries, self._mesh, self._device):
+            self._require_no_step_since(steps)
+            yield item
+            self._require_no_step_since(steps)
+
+    def _require_no_step_since(self, steps: int) -> None:
+        if self._steps != steps:
+            raise EngineStateError(
+                f"export: {self._steps - steps} optimizer steps since the call; drain the export "
+                "before a step or call it again"
+            )
+
+    def _share(
+        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
+    ) -> Tensor:
+        micro_batch = batch.select(indices)
+        output = self.module(**self._module_arguments(micro_batch.inputs))
+        token_losses = loss(output, micro_batch)
+        return normalise(token_losses, micro_batch.loss_mask, self._config.loss_agg_mode, counts)
+
+    def _settle(self) -> None:
+        """Gradients of parameters that no rank used become absent, once per batch.
+
+        Asked when gradients are read or stepped with, so forward and backward stay without
+        collectives of their own.
+        """
+        if self._unsettled:
+            make_absent(self.module, self._usage.unused_anywhere(self._device))
+            self._unsettled = False
+
+    def _abandon(self) -> None:
+        reset(self.module)
+        self.zero_grad()
+
+    def _optimizer(self, asked: str) -> _Optimization:
+        if self._optimization is None:
+            raise EngineStateError(f"{asked}: not with forward_only=True, which has no optimizer")
+        return self._optimization
+
+
+class _Optimization:
+    """Optimizer, clipping and schedule over the wrapped module."""
+
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, *, num_shards: int, device: torch.device
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._num_shards = num_shards
+        self._device = device
+        self._optimizer = make_optimizer(module, config)
+        factor: Any = partial(lr_factor, config)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
+
+    def step(self) -> StepResult:
+        gradients = local_gradients(self._module)
+        norm = global_norm(gradients, self._num_shards, self._device)
+        finite = math.isfinite(norm)
+        if finite:
+            clip(gradients, norm, self._config.clip_grad)
+            self._optimizer.step()
+        return StepResult(norm=norm, stepped=finite)
+
+    def lr_step(self) -> float:
+        self._schedule.step()
+        return float(self._schedule.get_last_lr()[0])

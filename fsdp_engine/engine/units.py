@@ -1,0 +1,106 @@
+"""Which modules become units, and which parameters each of them owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp_engine.contract.errors import ConfigError
+from fsdp_engine.engine.config import WrapPolicy
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSlot:
+    """Where a parameter is registered: stays valid when wrappers exchange the tensor there."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A module that is wrapped, with the parameters that no unit below it owns."""
+
+    module: nn.Module
+    slots: tuple[ParameterSlot, ...]
+
+
+def find_units(root: nn.Module, policy: WrapPolicy) -> tuple[Unit, ...]:
+    """The units of an unwrapped model, inner before outer, the root last.
+
+    A parameter that is registered in several places belongs to the first of them, so tied
+    parameters belong to the root when one of their places does and no unit comes first.
+
+    Raises:
+        ConfigError: a class name that no module has, or nothing to wrap.
+    """
+    modules = _by_size(root, policy.min_num_params) if policy.min_num_params else []
+    if not policy.min_num_params:
+        modules = _by_class(root, policy.transformer_layer_cls_to_wrap)
+    owned: dict[int, list[ParameterSlot]] = {id(module): [] for module in [*modules, root]}
+    for name, parameter in root.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        slot = ParameterSlot(
+            name=name,
+            module=root.get_submodule(path),
+            attribute=attribute,
+            trainable=parameter.requires_grad,
+        )
+        owned[id(_owner(root, path, owned))].append(slot)
+    return tuple(Unit(module=m, slots=tuple(owned[id(m)])) for m in [*modules, root])
+
+
+def _owner(root: nn.Module, path: str, owned: dict[int, list[ParameterSlot]]) -> nn.Module:
+    while path:
+        module = root.get_submodule(path)
+        if id(module) in owned:
+            return module
+        path = path.rpartition(".")[0]
+    return root
+
+
+def _by_class(root: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
+    field = "wrap_policy.transformer_layer_cls_to_wrap"
+    present = {type(module).__name__ for module in root.modules()}
+    if names is None:
+        named = {n for m in root.modules() for n in getattr(m, "_no_split_modules", None) or ()}
+        wanted = named & present
+        if not wanted:
+            raise ConfigError(
+                f"{field}: None needs a model that names its layers in _no_split_modules; "
+                f"this one names {sorted(named)}"
+            )
+    else:
+        wanted = set(names)
+        missing = sorted(wanted - present)
+        if missing:
+            raise ConfigError(f"{field}: no module is a {missing[0]}; there are {sorted(present)}")
+    found = [m for m in root.modules() if type(m).__name__ in wanted and m is not root]
+    return found[::-1]  # `modules` lists outer before inner
+
+
+def _by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules that own at least so many elements that no unit below them owns."""
+    units: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        own = [p for p in module.parameters() if id(p) not in taken]
+        large = sum(p.numel() for p in own) >= min_num_params
+        if large and module is not root and not isinstance(module, _CONTAINERS):
+            units.append(module)
+            taken.update(id(p) for p in own)
+
+    visit(root)
+    if not units:
+        raise ConfigError(
+            f"wrap_policy.min_num_params: {min_num_params!r} is more than any module has"
+        )
+    return units

@@ -1,0 +1,142 @@
+"""The controller's side of the zygote: start it once, fork ranks from it, learn of their exits."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_engine.contract.errors import WorldError
+
+START_TIMEOUT_S = 120.0
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProcess:
+    """One rank: its pid, the wire, and the socket whose closing ends it."""
+
+    pid: int
+    commands: socket.socket
+    life: socket.socket
+
+
+@dataclass(slots=True)
+class Zygote:
+    """A running zygote of this process."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    _pending: bytes = b""
+
+    def fork_rank(self, *, directory: Path, rank: int, engine: str) -> RankProcess:
+        """Fork one rank; it says Ready on its own when the engine is imported."""
+        commands, commands_there = socket.socketpair()
+        life, life_there = socket.socketpair()
+        request = {"directory": str(directory), "rank": rank, "engine": engine}
+        with commands_there, life_there:
+            fds = [commands_there.fileno(), life_there.fileno()]
+            try:
+                socket.send_fds(self.control, [json.dumps(request).encode()], fds)
+            except OSError as error:
+                raise WorldError(f"the process that forks ranks is gone: {error}") from error
+        self.control.settimeout(START_TIMEOUT_S)
+        while "forked" not in (message := self.read()):
+            self._note(message)
+        return RankProcess(pid=message["forked"], commands=commands, life=life)
+
+    def exit_code(self, pid: int, *, timeout_s: float) -> int | None:
+        """How a rank ended (negative: by that signal); None where it is not known in time."""
+        self.control.settimeout(timeout_s)
+        try:
+            while pid not in self.exit_codes:
+                self._note(self.read())
+        except (TimeoutError, WorldError):
+            return None
+        return self.exit_codes[pid]
+
+    def end_ranks(self, pids: list[int]) -> None:
+        """Kill ranks and wait until they are gone; nothing happens to those that are."""
+        alive = [pid for pid in pids if pid not in self.exit_codes]
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps({"end": alive}).encode())
+        for pid in alive:
+            self.exit_code(pid, timeout_s=5.0)
+
+    def stop(self) -> None:
+        """End the zygote, and with it every rank it forked."""
+        self.control.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _note(self, message: dict[str, int]) -> None:
+        if "exited" in message:
+            self.exit_codes[message["exited"]] = message["code"]
+
+    def read(self) -> dict[str, int]:
+        """The next message. Raises `TimeoutError`, or `WorldError` where the zygote is gone."""
+        while b"\n" not in self._pending:
+            try:
+                data = self.control.recv(4096)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise WorldError(f"the process that forks ranks is gone: {error}") from error
+            if not data:
+                raise WorldError("the process that forks ranks is gone")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        message: dict[str, int] = json.loads(line)
+        return message
+
+
+_running: dict[int, Zygote] = {}
+
+
+def zygote() -> Zygote:
+    """This process's zygote, started at the first call and ended with the process."""
+    running = _running.get(os.getpid())
+    if running is None or running.process.poll() is not None:
+        running = _running[os.getpid()] = _start()
+        atexit.register(running.stop)
+    return running
+
+
+def _start() -> Zygote:
+    here, there = socket.socketpair()
+    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = os.environ | {
+        "PYTHONPATH": search_path,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", str(there.fileno())],
+            pass_fds=[there.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    started = Zygote(process, here)
+    here.settimeout(START_TIMEOUT_S)
+    try:
+        while "ready" not in started.read():
+            pass
+    except (TimeoutError, WorldError) as error:
+        process.kill()
+        code = process.wait()
+        raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
+    return started

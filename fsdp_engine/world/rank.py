@@ -1,0 +1,150 @@
+"""One rank process: import the engine, say Ready, serve commands until Stop.
+
+Imports nothing of the pool. It ends with its controller: a watcher thread waits on a pipe that
+only the controller holds open, and answers there what a controller asks of a hung rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
+from fsdp_engine.world import wire
+from fsdp_engine.world.collective_log import CollectiveLog
+from fsdp_engine.world.driver import drive
+from fsdp_engine.world.paths import REPORT, REPORTED, log_path, stack_path
+from fsdp_engine.world.recorder import Recorder, Tap
+from fsdp_engine.world.registry import load_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """A rank's two sockets: commands and replies, and the one whose closing ends it."""
+
+    commands: socket.socket
+    life: socket.socket
+
+
+def prepare() -> Tap:
+    """What every rank needs and none changes; done once, before ranks are forked."""
+    wire.prepare()
+    return Tap()
+
+
+def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Tap) -> None:
+    """The whole life of a rank; returns at Stop and when the controller is gone."""
+    threading.Thread(target=_watch, args=(wires.life, tap), daemon=True).start()
+    stacks = stack_path(directory, rank).open("wb")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    commands = wires.commands
+    try:
+        engine = load_engine(engine_name)
+    except BaseException as error:
+        wire.send(commands, _failed(error, num_collectives=0))
+        return
+    log = CollectiveLog(log_path(directory, rank))
+    wire.send(commands, wire.Ready(rank=rank))
+    while True:
+        try:
+            command = wire.receive_command(commands)
+        except (EOFError, ConnectionResetError):
+            return
+        match command:
+            case wire.Stop():
+                return
+            case wire.AskTables():
+                wire.send(commands, _tables(engine, command))
+            case wire.RunCase():
+                if dist.is_initialized():
+                    # Only now do all ranks have answered: none is left alone in a collective.
+                    dist.destroy_process_group()
+                log.start_case()
+                wire.send(commands, _run(engine, command, rank, tap, log))
+                gc.collect()
+
+
+def _run(
+    engine: Engine, command: wire.RunCase, rank: int, tap: Tap, log: CollectiveLog
+) -> wire.Reply:
+    case = command.case
+    recorder = Recorder(case.mesh, rank, log)
+    try:
+        reason = engine.supports(case)
+        if reason is not None:
+            return wire.Unsupported(reason=reason)
+        numerics = engine.numerics(case) if rank == 0 else None
+        _join(command.store, case, rank)
+        tap.listener = recorder
+        context = RankContext(rank=rank, world_size=case.mesh.world_size)
+        observation = drive(engine, case, context, recorder)
+    except BaseException as error:
+        return _failed(error, num_collectives=recorder.num_collectives)
+    finally:
+        tap.listener = None
+    return wire.Done(numerics=numerics, observation=observation)
+
+
+def _join(store: str, case: Case, rank: int) -> None:
+    world_size = case.mesh.world_size
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+
+
+def _failed(error: BaseException, *, num_collectives: int) -> wire.Failed:
+    return wire.Failed(
+        error=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        num_collectives=num_collectives,
+    )
+
+
+def _tables(engine: Engine, asked: wire.AskTables) -> wire.Reply:
+    try:
+        tables = EngineTables(
+            capabilities=engine.capabilities(),
+            defaults=engine.defaults(),
+            mesh_shapes=tuple(
+                _answer(partial(engine.mesh_shape, *pair)) for pair in asked.mesh_shapes
+            ),
+            strategies=tuple(
+                _answer(partial(engine.strategy, ndim, zero3=zero3))
+                for ndim, zero3 in asked.strategies
+            ),
+        )
+    except Exception as error:
+        return _failed(error, num_collectives=0)
+    return wire.TablesReply(tables=tables)
+
+
+def _answer(ask: Callable[[], str | tuple[int, ...]]) -> Answer:
+    try:
+        return Answer(value=ask())
+    except Exception as error:
+        return Answer(value=None, error_kind=type(error).__name__, error=str(error))
+
+
+def _watch(life: socket.socket, tap: Tap) -> NoReturn:
+    """Wait for the controller's end or its question; runs beside a case that may hang."""
+    while life.recv(1) == REPORT:
+        tap.close_last()
+        life.sendall(REPORTED)
+    os._exit(1)

@@ -1,0 +1,161 @@
+"""The process that ranks are forked from: it has imported what a case imports, and never runs one.
+
+Forking it costs milliseconds where starting Python and torch costs seconds. Requests come over a
+socket with the rank's own two sockets attached; exits go back. Ranks are its children: it ends them
+all and removes their directories when the controller is gone.
+
+Run as `python -m fsdp_engine.world.zygote FD`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdp_engine.world.paths import output_path
+from fsdp_engine.world.rank import Wires, prepare, serve
+from fsdp_engine.world.recorder import Tap
+
+PRELOAD = (
+    "fsdp_engine.adapters.torch_fsdp",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.mixtral.modeling_mixtral",
+    "peft",
+)
+"""Everything a case imports, found by comparing `sys.modules` before and after one."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process with its parent; end at once if that is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(control_fd: int) -> None:
+    """Serve fork requests until the controller closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides; ranks end with it
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank need not look at any of this
+    control = socket.socket(fileno=control_fd)
+    nursery = _Nursery(control, prepare())
+    _tell(control, {"ready": os.getpid()})
+    try:
+        nursery.serve()
+    finally:
+        nursery.end()
+
+
+class _Nursery:
+    """Forks ranks and reports their exits."""
+
+    def __init__(self, control: socket.socket, tap: Tap) -> None:
+        self._tap = tap
+        self._control = control
+        self._directories: set[str] = set()
+        self._children: set[int] = set()
+        self._wakeup_r, self._wakeup_w = os.pipe()
+        os.set_blocking(self._wakeup_w, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_w, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Until the controller is gone."""
+        while True:
+            control_fd = self._control.fileno()
+            readable, _, _ = select.select([control_fd, self._wakeup_r], [], [])
+            if self._wakeup_r in readable:
+                os.read(self._wakeup_r, 4096)
+                self._report_exits()
+            if control_fd in readable:
+                message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+                if not message:
+                    return
+                self._obey(json.loads(message), fds)
+
+    def end(self) -> None:
+        """Leave no process and no directory."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _obey(self, request: dict[str, Any], fds: list[int]) -> None:
+        if "end" in request:
+            # A pid that is no child any more may be somebody else's by now.
+            for pid in self._children.intersection(request["end"]):
+                os.kill(pid, signal.SIGKILL)
+            return
+        self._fork(request, fds)
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        self._directories = {path for path in self._directories if Path(path).exists()}
+        self._directories.add(request["directory"])
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent(zygote)
+            for fd in (self._control.detach(), self._wakeup_r, self._wakeup_w):
+                os.close(fd)
+            _be_rank(request, fds, self._tap)
+        for fd in fds:
+            os.close(fd)
+        self._children.add(pid)
+        _tell(self._control, {"forked": pid})
+
+    def _report_exits(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._children.discard(pid)
+            _tell(self._control, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
+    """Serve as a rank in this fresh child; what it prints goes to a file of its own."""
+    directory, rank = Path(request["directory"]), int(request["rank"])
+    code = 1
+    try:
+        output = os.open(
+            output_path(directory, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        commands, life = (socket.socket(fileno=fd) for fd in fds)
+        wires = Wires(commands=commands, life=life)
+        serve(wires, directory=directory, rank=rank, engine_name=request["engine"], tap=tap)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _tell(control: socket.socket, message: dict[str, int]) -> None:
+    control.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,158 @@
+"""One forward and backward of a case's model in this process, under a chosen arithmetic.
+
+The machinery that truth and replay share: load weights in a dtype, run, hand back the gradients.
+What is run over which sequences, and how the loss is normalised, is each side's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fsdp_engine.contract.case import Case, Dtype
+from fsdp_engine.workload.batches import MicroBatch
+from fsdp_engine.workload.losses import token_loss
+from fsdp_engine.workload.models import TORCH_DTYPES, build_model, module_arguments, unit_names
+
+Weights: TypeAlias = Mapping[str, Tensor]
+Total: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
+"""`([sequences, tokens] losses, micro-batch) -> scalar` to differentiate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """How to evaluate: dtype of parameters, of floating buffers (None: left alone), input casts.
+
+    `throughout`: also what the model itself casts to float32 is float64.
+    """
+
+    compute: Dtype
+    buffers: Dtype | None
+    input_cast: bool
+    throughout: bool = False
+
+
+FLOAT64 = Arithmetic(compute="float64", buffers="float64", input_cast=True, throughout=True)
+"""Double from the inputs to the gradients, whatever the model casts to."""
+
+FLOAT32 = Arithmetic(compute="float32", buffers="float32", input_cast=True)
+"""Single, as an estimate of how strongly the model amplifies rounding errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The scalar that was differentiated, and the gradients; a missing name had none."""
+
+    total: float
+    gradients: dict[str, Tensor]
+
+
+class Float64Mode(TorchFunctionMode):
+    """Maps float32 to float64 in every torch call, `.float()` included."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        widened = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **widened)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+class Evaluator:
+    """A case's model, built once; every call starts from the weights it is given."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._loss = token_loss(case)
+        self._module = build_model(case).train()
+        self._parameters = dict(self._module.named_parameters())
+        self._buffers = dict(self._module.named_buffers())
+        self._kept_buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        self.weights: dict[str, Tensor] = {
+            name: parameter.detach().clone() for name, parameter in self._parameters.items()
+        }
+        self._cast_to: torch.dtype | None = None
+        units = [self._module.get_submodule(name) for name in unit_names(case)]
+        for unit in (self._module, *units):
+            unit.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every parameter, frozen ones included, in the model's order."""
+        return {name: tuple(weight.shape) for name, weight in self.weights.items()}
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """Names of the parameters that take gradients."""
+        return frozenset(name for name, p in self._parameters.items() if p.requires_grad)
+
+    @contextmanager
+    def loaded(self, weights: Weights, arithmetic: Arithmetic) -> Iterator[None]:
+        """Evaluate inside with these weights, in storage dtype, under this arithmetic."""
+        compute = TORCH_DTYPES[arithmetic.compute]
+        for name, parameter in self._parameters.items():
+            parameter.data = weights[name].detach().clone().to(compute)
+        for name, buffer in self._buffers.items():
+            kept = self._kept_buffers[name].clone()
+            casts = arithmetic.buffers is not None and kept.is_floating_point()
+            buffer.data = kept.to(TORCH_DTYPES[arithmetic.buffers]) if casts else kept  # type: ignore[index]  # casts implies a name
+        self._cast_to = compute if arithmetic.input_cast else None
+        num_threads, default_dtype = torch.get_num_threads(), torch.get_default_dtype()
+        torch.set_num_threads(1)  # ranks have one thread; the order of sums depends on it
+        if arithmetic.throughout:
+            torch.set_default_dtype(torch.float64)
+        try:
+            with Float64Mode() if arithmetic.throughout else nullcontext():
+                yield
+        finally:
+            torch.set_default_dtype(default_dtype)
+            torch.set_num_threads(num_threads)
+            self._cast_to = None
+            self._drop_gradients()
+
+    def evaluate(self, micro_batch: MicroBatch, total: Total) -> Evaluation:
+        """Forward and backward over one micro-batch, inside `loaded`."""
+        self._drop_gradients()
+        output = self._module(**module_arguments(self.case, micro_batch.inputs))
+        scalar = total(self._loss(output, micro_batch), micro_batch)
+        scalar.backward()  # type: ignore[no-untyped-call]  # torch's own
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+        return Evaluation(total=float(scalar.detach()), gradients=gradients)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _cast_inputs(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a wrapped unit does to its floating inputs before it runs."""
+        if self._cast_to is None:
+            return args, kwargs
+        cast: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(self._cast, (args, kwargs))
+        return cast
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self._cast_to)
+        return value

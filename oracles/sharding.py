@@ -1,0 +1,150 @@
+"""What is sharded over what: the mesh of a size option, the strategy's name, the units' layout.
+
+All of it is arithmetic on the case; nothing here asks an engine or a process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from fsdp_engine.contract.case import Batch, Case, Dtype, Mesh, Model, Sequence
+from fsdp_engine.workload.models import build_model, unit_names, unit_of
+
+ITEM_SIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element, by dtype."""
+
+_FLAT_ALIGNMENT_BYTES = 16
+
+
+def mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...] | None:
+    """The mesh that `world_size` ranks form with shard groups of `fsdp_size`; None: refused.
+
+    A negative size and one that is not smaller than the world both mean one shard group of all
+    ranks. Any other size must cut the world into groups of equal size without a rest, and each
+    rank of a group meets its replicas on the first axis.
+    """
+    if not 0 <= fsdp_size < world_size:
+        return (world_size,)
+    replicas = [count for count in range(1, world_size + 1) if count * fsdp_size == world_size]
+    return (replicas[0], fsdp_size) if replicas else None
+
+
+def strategy_name(mesh_ndim: int, *, zero3: bool) -> str | None:
+    """The strategy on a mesh of `mesh_ndim` axes; None: there is none.
+
+    ZeRO-3 frees parameters after forward, ZeRO-2 keeps them to the backward; a replicate axis
+    makes either of them hybrid.
+    """
+    names = {
+        (1, True): "FULL_SHARD",
+        (1, False): "SHARD_GRAD_OP",
+        (2, True): "HYBRID_SHARD",
+        (2, False): "_HYBRID_SHARD_ZERO2",
+    }
+    return names.get((mesh_ndim, zero3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """One parameter of the model. `optional`: only gated sequences use it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    optional: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """One wrapped unit with its own parameters in module order; the root's `name` is empty.
+
+    `optional`: only gated sequences run it. `input_needs_grad` and `output_needs_grad`: whether
+    autograd reaches the unit's inputs and outputs.
+    """
+
+    name: str
+    parameters: tuple[ParameterLayout, ...]
+    optional: bool
+    input_needs_grad: bool
+    output_needs_grad: bool
+
+    @property
+    def trainable(self) -> tuple[ParameterLayout, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+
+def unit_layouts(case: Case) -> tuple[UnitLayout, ...]:
+    """The case's units: the root first, then the wrapped ones in forward order."""
+    return _layouts_of(case.model)
+
+
+def per_parameter_elements(parameters: tuple[ParameterLayout, ...], shards: int) -> int:
+    """Elements of parameters that are each cut along dim 0 into `shards` equal parts.
+
+    Rows that are missing to a multiple of `shards` are padding and are communicated too.
+    """
+    return sum(
+        math.ceil(parameter.shape[0] / shards) * shards * math.prod(parameter.shape[1:])
+        for parameter in parameters
+    )
+
+
+def flat_elements(parameters: tuple[ParameterLayout, ...], shards: int, compute: Dtype) -> int:
+    """Elements of parameters laid out one after the other in a single flat one.
+
+    Each parameter starts at a multiple of 16 bytes in the compute dtype, and the end is padded to
+    a multiple of `shards`.
+    """
+    aligned = _FLAT_ALIGNMENT_BYTES // ITEM_SIZE[compute]
+    end = 0
+    for parameter in parameters:
+        end = math.ceil(end / aligned) * aligned + parameter.numel
+    return math.ceil(end / shards) * shards
+
+
+@functools.lru_cache(maxsize=256)
+def _layouts_of(model: Model) -> tuple[UnitLayout, ...]:
+    case = Case(
+        model=model,
+        mesh=Mesh(shape=(1,)),
+        batches=(Batch(ranks=((Sequence(key=0),),)),),
+    )
+    members: dict[str, list[ParameterLayout]] = {name: [] for name in ("", *unit_names(case))}
+    for name, parameter in build_model(case).named_parameters():
+        layout = ParameterLayout(
+            name=name,
+            shape=tuple(parameter.shape),
+            trainable=parameter.requires_grad,
+            optional=model.optional == "parameter" and name.endswith(".extra"),
+        )
+        members[unit_of(case, name)].append(layout)
+    units: list[UnitLayout] = []
+    reached = model.takes_tokens and any(
+        parameter.trainable and "embed" in parameter.name for parameter in members[""]
+    )
+    for name in unit_names(case):
+        into = reached
+        reached = reached or any(parameter.trainable for parameter in members[name])
+        units.append(
+            UnitLayout(
+                name=name,
+                parameters=tuple(members[name]),
+                optional=model.optional == "unit" and name == unit_names(case)[-1],
+                input_needs_grad=into,
+                output_needs_grad=reached,
+            )
+        )
+    root = UnitLayout(
+        name="",
+        parameters=tuple(members[""]),
+        optional=False,
+        input_needs_grad=False,
+        output_needs_grad=True,
+    )
+    return (root, *units)

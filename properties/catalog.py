@@ -1,0 +1,68 @@
+"""The properties by their stable names: which check judges which promise.
+
+The name goes into reports, case files and file names; the check is where the judging is. A check
+that is not listed has its own dotted path as its name, so that checks kept elsewhere can be judged
+and replayed as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import FsdpPropertiesError
+from fsdp_engine.contract.protocol import Run
+from oracles.verdict import Verdict
+
+Check: TypeAlias = Callable[[Case, Run], Verdict]
+
+PROPERTIES: dict[str, str] = {
+    "gradient-matches-oracle": "properties.checks.gradients:match_oracle",
+    "replicas-agree": "properties.checks.gradients:replicas_agree",
+    "gradient-is-exact": "properties.checks.exact:match_truth_bitwise",
+    "deferred-equals-eager": "properties.checks.deferral:deferred_equals_eager",
+    "split-invariance": "properties.checks.split:partition_invariance",
+    "strategy-is-total": "properties.checks.strategy:strategy_is_total",
+    "mesh-is-total": "properties.checks.strategy:mesh_is_total",
+    "every-unit-is-reduced": "properties.checks.communication:reduces_every_unit",
+    "collectives-agree-in-groups": "properties.checks.communication:same_in_every_group",
+    "collectives-match-schedule": "properties.checks.communication:matches_schedule",
+    "residency-matches-strategy": "properties.checks.residency:matches_strategy",
+    "retained-bytes-match": "properties.checks.residency:retained_bytes",
+    "export-matches-oracle": "properties.checks.export:match_oracle",
+    "staged-export-equals-unstaged": "properties.checks.export:staged_equals_unstaged",
+    "export-changes-nothing": "properties.checks.export:changes_nothing",
+}
+
+
+class UnknownPropertyError(FsdpPropertiesError):
+    """A name that leads to no check."""
+
+
+def property_id(check: Check) -> str:
+    """The stable name of a check."""
+    path = f"{check.__module__}:{check.__qualname__}"
+    for name, listed in PROPERTIES.items():
+        if listed == path:
+            return name
+    return path
+
+
+def load_check(name: str) -> Check:
+    """The check of a property, or the one at a path `package.module:function`.
+
+    Raises:
+        UnknownPropertyError: neither; the message names it and the legal names.
+    """
+    path = PROPERTIES.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    legal = f"legal are package.module:function, {', '.join(sorted(PROPERTIES))}"
+    if not (module_name and colon and attribute):
+        raise UnknownPropertyError(f"property: {name!r} is unknown; {legal}")
+    try:
+        check = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownPropertyError(f"property: {name!r} is unknown ({error}); {legal}") from error
+    return cast(Check, check)

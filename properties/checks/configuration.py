@@ -1,0 +1,131 @@
+"""The engine's configuration: one set of defaults, no illegal value let through, no idle field."""
+
+from __future__ import annotations
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import EngineRaised, UnsupportedCase
+from fsdp_engine.contract.protocol import Run
+from oracles.configuration import (
+    UNKNOWN,
+    base_of,
+    default_mismatches,
+    illegal_cases,
+    probes,
+    unprobed,
+)
+from oracles.verdict import Mismatch, Verdict, combine, exactly, not_applicable
+
+_REFUSAL = "ConfigError"
+# An operation that the configuration excludes, named when it is asked for.
+_EXCLUSION = "EngineStateError"
+
+
+def entry_points_agree(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table for all cases
+    """All entry points have the same fields with the same defaults.
+
+    Not applicable to an engine with fewer than two entry points.
+    """
+    defaults = run.tables().defaults
+    if len(defaults) < 2:
+        return not_applicable("the engine declares fewer than two entry points")
+    return exactly(default_mismatches(defaults))
+
+
+def every_field_is_probed(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table for all cases
+    """Each field that an entry point lists has a case in which it must matter."""
+    defaults = run.tables().defaults
+    if not defaults:
+        return not_applicable("the engine declares no configuration")
+    return exactly(
+        [
+            Mismatch(where=f"field {field}", got="no observable", wanted="a case where it matters")
+            for field in unprobed(defaults)
+        ]
+    )
+
+
+def illegal_is_refused(case: Case, run: Run) -> Verdict:
+    """A configuration with an illegal value is refused by ConfigError before any collective.
+
+    On every rank. `case` is one of `oracles.configuration.illegal_cases`, or any other with illegal
+    overrides; without overrides the whole table is judged, as far as the engine has the fields.
+    """
+    defaults = run.tables().defaults
+    if not defaults:
+        return not_applicable("the engine declares no configuration")
+    if case.engine.overrides:
+        return exactly(_refusal_mismatches(case, run))
+    fields = {field for entry in defaults.values() for field in entry} | {UNKNOWN}
+    mismatches: list[Mismatch] = []
+    for illegal in illegal_cases():
+        if illegal.field in fields:
+            mismatches += _refusal_mismatches(illegal.case, run)
+    return exactly(mismatches)
+
+
+def field_is_observable(case: Case, run: Run) -> Verdict:
+    """A field set to another legal value shows, or is refused.
+
+    `case` is the changed case of one of `oracles.configuration.probes`, or any other with overrides,
+    then compared with the same without; without overrides the whole table is judged, as far as the
+    engine has the fields, and each of them must be in it.
+    """
+    defaults = run.tables().defaults
+    if not defaults:
+        return not_applicable("the engine declares no configuration")
+    if case.engine.overrides:
+        return _change_verdict(base_of(case), case, run)
+    fields = {field for entry in defaults.values() for field in entry}
+    verdicts = [
+        _change_verdict(probe.base, probe.changed, run)
+        for probe in probes()
+        if probe.field in fields
+    ]
+    return combine(every_field_is_probed(case, run), *verdicts)
+
+
+def _refusal_mismatches(case: Case, run: Run) -> list[Mismatch]:
+    where = f"overrides {_told(case)}"
+    wanted = f"{_REFUSAL} on every rank before any collective"
+    try:
+        run(case)
+    except UnsupportedCase:
+        return []
+    except EngineRaised as error:
+        mismatches = []
+        for rank in range(case.mesh.world_size):
+            kind = error.kinds.get(rank, "nothing raised")
+            issued = error.num_collectives.get(rank, 0)
+            if kind != _REFUSAL or issued:
+                got = f"{kind} after {issued} collectives"
+                mismatches.append(Mismatch(where=f"{where} rank {rank}", got=got, wanted=wanted))
+        return mismatches
+    return [Mismatch(where=where, got="a run", wanted=wanted)]
+
+
+def _change_verdict(base: Case, changed: Case, run: Run) -> Verdict:
+    try:
+        before = run(base)
+        after = run(changed)
+    except UnsupportedCase as error:
+        return not_applicable(str(error))
+    except EngineRaised as error:
+        kinds = set(error.kinds.values())
+        if kinds <= {_REFUSAL, _EXCLUSION} and len(error.kinds) == changed.mesh.world_size:
+            return exactly([])
+        got = f"{', '.join(sorted(kinds))} on ranks {sorted(error.kinds)}"
+        return exactly([_idle(changed, got)])
+    if before.ranks == after.ranks:
+        return exactly([_idle(changed, f"the same as with {_told(base)}")])
+    if run(base).ranks != before.ranks:
+        return exactly([_idle(changed, "a base case that differs from itself")])
+    return exactly([])
+
+
+def _idle(changed: Case, got: str) -> Mismatch:
+    where = f"overrides {_told(changed)}"
+    return Mismatch(where=where, got=got, wanted=f"another observable, or {_REFUSAL}")
+
+
+def _told(case: Case) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in case.engine.overrides) or "none"

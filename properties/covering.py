@@ -1,0 +1,213 @@
+"""The main axes of the space of cases and the arrays of rows that cover their combinations.
+
+A row fixes one value on every axis; the strategies draw the rest of a case. Which rows are
+possible is written down once, in `CONSTRAINTS`; a pair of values is feasible if some possible row
+has both. `axes_of` goes the other way: the row a case lies in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import covertable
+
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Model
+
+Pair: TypeAlias = tuple[tuple[str, str], tuple[str, str]]
+RowFilter: TypeAlias = "Callable[[Axes], bool]"
+
+OPTIONAL_KINDS = ("optional_parameter", "optional_unit")
+KINDS_OF_MODEL = (
+    "linear", "mlp", "embedding", "tied", "frozen", "buffers", *OPTIONAL_KINDS,
+    "llama", "qwen2", "mixtral",
+)  # fmt: skip
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "strategy": ("fsdp2", "fsdp1"),
+    "reshard": ("zero3", "zero2"),
+    "sync": ("eager", "deferred"),
+    "mesh": ("line2", "line3", "line4", "grid", "column", "row", "single"),
+    "dtypes": tuple(DTYPE_POLICIES),
+    "kind": KINDS_OF_MODEL,
+    "adapter": ("plain", "lora"),
+    "planning": ("static", "token_budget"),
+}
+"""The values of each axis, the simplest first."""
+
+WIDE_MESHES = ("wide_line", "wide_grid")
+"""Meshes of five to eight ranks, only where the profile allows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """One value on every main axis."""
+
+    strategy: str = "fsdp2"
+    reshard: str = "zero3"
+    sync: str = "eager"
+    mesh: str = "line2"
+    dtypes: str = "fp32"
+    kind: str = "linear"
+    adapter: str = "plain"
+    planning: str = "static"
+
+    def __str__(self) -> str:
+        return "-".join(value for _, value in self.items())
+
+    def items(self) -> tuple[tuple[str, str], ...]:
+        return tuple((name, getattr(self, name)) for name in FACTORS)
+
+    @staticmethod
+    def of(values: tuple[str, ...]) -> Axes:
+        """The row with the values in the order of the axes."""
+        return Axes(**dict(zip(FACTORS, values, strict=True)))
+
+    def pairs(self) -> frozenset[Pair]:
+        """Every two values of the row."""
+        return frozenset(itertools.combinations(self.items(), 2))
+
+
+def _excludes(axis: str, value: str, other: str, *others: str) -> dict[str, Any]:
+    """`axis` = `value` goes with none of `others` on the axis `other`."""
+    apart = {
+        "operator": "not",
+        "condition": {"operator": "in", "left": other, "values": list(others)},
+    }
+    return {
+        "operator": "or",
+        "conditions": [{"operator": "ne", "left": axis, "value": value}, apart],
+    }
+
+
+CONSTRAINTS: tuple[dict[str, Any], ...] = (
+    # An adapter freezes the base itself, and has no place beside gated parts.
+    _excludes("adapter", "lora", "kind", "frozen", *OPTIONAL_KINDS),
+    # A planner that sorts by tokens cannot keep gated sequences in one micro-batch on all ranks.
+    _excludes("planning", "token_budget", "kind", *OPTIONAL_KINDS),
+)
+
+
+def factors(*, max_world_size: int) -> dict[str, tuple[str, ...]]:
+    """The axes of a profile: wider meshes where more than four ranks are allowed."""
+    meshes = FACTORS["mesh"] + (WIDE_MESHES if max_world_size > 4 else ())
+    return FACTORS | {"mesh": meshes}
+
+
+@functools.cache
+def covering_array(*, strength: int, max_world_size: int) -> tuple[Axes, ...]:
+    """Possible rows that have every feasible combination of `strength` values; always the same."""
+    rows = covertable.make(
+        {name: list(values) for name, values in factors(max_world_size=max_world_size).items()},
+        strength=strength,
+        constraints=list(CONSTRAINTS),
+    )
+    return tuple(Axes(**row) for row in rows)
+
+
+@functools.cache
+def feasible_pairs(*, max_world_size: int) -> frozenset[Pair]:
+    """The pairs of values some possible row has, found without the covering array."""
+    axes = factors(max_world_size=max_world_size)
+    pairs: set[Pair] = set()
+    for first, second in itertools.combinations(axes, 2):
+        for left, right in itertools.product(axes[first], axes[second]):
+            if _completes({first: left, second: right}, axes):
+                pairs.add(((first, left), (second, right)))
+    return frozenset(pairs)
+
+
+def is_possible(row: Axes) -> bool:
+    """Whether the row keeps every constraint."""
+    values = dict(row.items())
+    return all(_holds(constraint, values) for constraint in CONSTRAINTS)
+
+
+def _completes(fixed: dict[str, str], axes: dict[str, tuple[str, ...]]) -> bool:
+    """Whether a possible row has the fixed values; only axes that a rule names are tried."""
+    named = {"adapter", "kind", "planning"}
+    free = [name for name in axes if name in named and name not in fixed]
+    for chosen in itertools.product(*(axes[name] for name in free)):
+        values = {name: options[0] for name, options in axes.items()}
+        values |= fixed | dict(zip(free, chosen, strict=True))
+        if is_possible(Axes(**values)):
+            return True
+    return False
+
+
+def _holds(condition: dict[str, Any], values: dict[str, str]) -> bool:
+    match condition["operator"]:
+        case "or":
+            return any(_holds(part, values) for part in condition["conditions"])
+        case "not":
+            return not _holds(condition["condition"], values)
+        case "ne":
+            return bool(values[condition["left"]] != condition["value"])
+        case "in":
+            return values[condition["left"]] in condition["values"]
+        case operator:
+            raise AssertionError(operator)
+
+
+def axes_of(case: Case) -> Axes | None:
+    """The row a case lies in; None where it is outside the space, so that it covers nothing."""
+    dtypes = {policy: name for name, policy in DTYPE_POLICIES.items()}.get(case.dtypes)
+    if dtypes is None:
+        return None
+    row = Axes(
+        strategy=case.engine.strategy,
+        reshard="zero3" if case.engine.reshard_after_forward else "zero2",
+        sync="deferred" if case.engine.deferred else "eager",
+        mesh=_mesh_name(case.mesh),
+        dtypes=dtypes,
+        kind=_kind_of(case.model),
+        adapter="lora" if case.model.lora_rank else "plain",
+        planning=case.engine.planning.kind,
+    )
+    return row if is_possible(row) else None
+
+
+def _mesh_name(mesh: Mesh) -> str:
+    if mesh.world_size == 1:
+        return "single"
+    if mesh.world_size > 4:
+        return "wide_line" if mesh.ndim == 1 else "wide_grid"
+    if mesh.ndim == 1:
+        return f"line{mesh.world_size}"
+    if mesh.shards == 1:
+        return "column"
+    return "row" if mesh.replicas == 1 else "grid"
+
+
+def _kind_of(model: Model) -> str:
+    """The first of these features the model has; its family where it has none."""
+    if model.optional != "none":
+        return f"optional_{model.optional}"
+    if model.frozen != "none":
+        return "frozen"
+    if model.tied:
+        return "tied"
+    return "buffers" if model.buffers else model.family
+
+
+def spread(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
+    """At most `count` of the rows, evenly spread over their order."""
+    chosen = tuple(rows)
+    if len(chosen) <= count:
+        return chosen
+    return tuple(chosen[index * len(chosen) // count] for index in range(count))
+
+
+def pairs_judged(rows: Iterable[Axes], *, max_world_size: int) -> frozenset[Pair]:
+    """The feasible pairs the rows of judged cases cover."""
+    covered: set[Pair] = set()
+    for row in set(rows):
+        covered |= row.pairs()
+    return frozenset(covered) & feasible_pairs(max_world_size=max_world_size)
+
+
+assert [field.name for field in dataclasses.fields(Axes)] == list(FACTORS)

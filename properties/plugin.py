@@ -1,0 +1,146 @@
+"""The pytest plugin: options, header, fixtures, and one test per row or given case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_engine.contract.case import case_id
+from properties import profiles
+from properties.judge import Judge
+from properties.known_issues import KNOWN_ISSUES
+from properties.session import SESSION, WORKER_SEED, Reporter, Session
+from properties.suite import Search, Suite
+
+DEFAULT_ENGINE = "reference"
+
+_TALLIES = pytest.StashKey[dict[str, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fsdp-properties", "properties of FSDP training engines")
+    group.addoption(
+        "--engine",
+        default=os.environ.get("ENGINE", DEFAULT_ENGINE),
+        help="engine under test: a registered name or package.module:Class (env: ENGINE)",
+    )
+    group.addoption(
+        "--profile",
+        default=os.environ.get("PROFILE", "default"),
+        help=f"how much to judge: {', '.join(profiles.PROFILES)} (env: PROFILE)",
+    )
+    group.addoption("--report-json", type=Path, metavar="FILE", help="write the report here")
+    group.addoption(
+        "--cases",
+        type=Path,
+        metavar="FILE",
+        help="judge the cases of this file (a case file, or a JSON list of cases) and draw none",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "over_rows(suite): one test per row of the covering array")
+    profiles.register()
+    config.stash[SESSION] = Session(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SESSION in config.stash:
+        config.stash[SESSION].close()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config, state = session.config, session.config.stash[SESSION]
+    if state.is_worker or not _judges(config):
+        return
+    report = state.begin()
+    config.pluginmanager.register(Reporter(report, config.getoption("--report-json")))
+    if config.getoption("tx", None):
+        state.close()  # the workers have worlds of their own
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    report = config.stash[SESSION].report
+    if report is None:
+        return []
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(report.versions.items()))
+    return [
+        f"engine: {report.engine} on {report.device} ({versions})",
+        f"profile: {report.profile}, seed: {report.seed} (to repeat: --hypothesis-seed)",
+    ]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of xdist the session's seed."""
+    node.workerinput[WORKER_SEED] = node.config.stash[SESSION].seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker per core: ranks of a case wait for each other more than they compute."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("over_rows")
+    if marker is None:
+        return
+    suite: Suite = marker.args[0]
+    session = metafunc.config.stash[SESSION]
+    if session.cases is None:
+        metafunc.parametrize("row", suite.rows(session.profile), ids=str)
+    else:
+        cases = [case for case in session.cases if suite.takes(case)]
+        metafunc.parametrize("row", cases, ids=[case_id(case)[:12] for case in cases])
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
+    """`judge(check, case)`: run, confirm, write the repro, raise the property's exception."""
+    session = request.config.stash[SESSION]
+    judging = Judge(
+        worlds=session.worlds,
+        engine=session.engine,
+        repro_folder=Path(".repro"),
+        known_issues=KNOWN_ISSUES,
+    )
+    yield judging
+    plain = {name: tally.to_plain() for name, tally in judging.tallies.items()}
+    request.node.stash[_TALLIES] = plain
+
+
+@pytest.fixture
+def search(request: pytest.FixtureRequest) -> Search:
+    """How the test at hand draws its cases."""
+    session = request.config.stash[SESSION]
+    return Search(
+        profile=session.profile,
+        seed=session.seed,
+        key=request.node.nodeid,
+        root=request.config.rootpath,
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Send the counts of a test along with its report, as plain data."""
+    report = yield
+    if call.when == "teardown" and _TALLIES in item.stash:
+        report.__dict__["fsdp_properties"] = item.stash[_TALLIES]
+    return report
+
+
+def _judges(config: pytest.Config) -> bool:
+    """Whether an engine is judged: not where only the project's own tests are asked for."""
+    if config.getoption("collectonly") or config.getoption("help"):
+        return False
+    tests = config.rootpath / "tests"
+    asked = [config.invocation_params.dir / arg.split("::")[0] for arg in config.args]
+    return not all(path.resolve().is_relative_to(tests) for path in asked)

@@ -1,0 +1,97 @@
+"""How much a run judges: `smoke` while editing, `default` before a merge, `nightly` on a farm.
+
+These are the only Hypothesis profiles in use. Its automatic `ci` profile would draw the same cases
+on every run and forget failures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Sizes of a run.
+
+    `strength` values of the main axes are combined in the covering array. A suite takes at most
+    `main_rows` (the suite that judges all pairs) or `rows` of the array and draws `examples` cases
+    in each. Worlds have at most `max_world_size` ranks.
+    """
+
+    name: str
+    strength: int
+    max_world_size: int
+    main_rows: int
+    rows: int
+    examples: int
+    case_timeout_s: float
+
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            name="smoke",
+            strength=2,
+            max_world_size=4,
+            main_rows=16,
+            rows=5,
+            examples=2,
+            case_timeout_s=10.0,
+        ),
+        Profile(
+            name="default",
+            strength=2,
+            max_world_size=4,
+            main_rows=1000,
+            rows=16,
+            examples=3,
+            case_timeout_s=15.0,
+        ),
+        Profile(
+            name="nightly",
+            strength=3,
+            max_world_size=8,
+            main_rows=10_000,
+            rows=100,
+            examples=5,
+            case_timeout_s=60.0,
+        ),
+    )
+}
+
+
+def settings_of(profile: Profile, *, root: Path, key: str) -> settings:
+    """The Hypothesis settings of one test.
+
+    `key` names the test: tests made of one function keep their failures apart in the database
+    below `root`.
+    """
+    folder = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return settings(
+        max_examples=profile.examples,
+        database=DirectoryBasedExampleDatabase(root / ".hypothesis" / "cases" / folder),
+        deadline=None,
+        derandomize=False,
+        print_blob=True,
+        # One failure per test: a second one would be shrunk as well, which takes as long again.
+        report_multiple_bugs=False,
+        # The explain phase runs the case dozens of times more.
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
+        suppress_health_check=(
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ),
+    )
+
+
+def register() -> None:
+    """Replace Hypothesis's own profiles for everything else that is run in this process."""
+    settings.register_profile("fsdp_properties", deadline=None, print_blob=True, derandomize=False)
+    settings.load_profile("fsdp_properties")

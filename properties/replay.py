@@ -1,0 +1,129 @@
+"""Run case files again: `python -m properties.replay CASE.json [CASE2.json | FOLDER ...]`.
+
+Prints FIXED, FAILED or ERROR for each and exits 0, 1 or 2, the worst of them. A file that cannot be
+read or run is an ERROR; the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import (
+    CaseError,
+    EngineLoadError,
+    FsdpPropertiesError,
+    UnsupportedCase,
+)
+from fsdp_engine.world.pool import WorldPool
+from oracles.verdict import Verdict
+from properties.catalog import load_check
+from properties.outcome import ending_of
+from properties.repro import read_case_file
+
+Status: TypeAlias = Literal["FIXED", "FAILED", "ERROR"]
+
+EXIT_CODES: dict[Status, int] = {"FIXED": 0, "FAILED": 1, "ERROR": 2}
+CASE_TIMEOUT_S = 60.0
+DEFAULT_ENGINE = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What became of a case, and why in one line."""
+
+    status: Status
+    reason: str
+
+
+def replay(case: Case, *, property_id: str, engine: str) -> Replayed:
+    """Judge the case once in a fresh world."""
+    try:
+        check = load_check(property_id)
+        with WorldPool(engine, case_timeout_s=CASE_TIMEOUT_S) as pool:
+            return _replayed(ending_of(check, case, pool.fresh).verdict)
+    except UnsupportedCase as error:
+        return Replayed(status="ERROR", reason=f"not applicable: {error}")
+    except EngineLoadError as error:
+        return Replayed(status="ERROR", reason=f"engine: {_one_line(error)}")
+    except FsdpPropertiesError as error:
+        return Replayed(status="ERROR", reason=_one_line(error))
+
+
+def replay_text(text: str, *, property_id: str, engine: str) -> int:
+    """Judge the case in `text`, print one line, and return the exit code. For repro scripts."""
+    return _print_replayed("case", _replay_text(text, property_id=property_id, engine=engine))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m properties.replay", description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="CASE.json|FOLDER")
+    parser.add_argument("--engine", default=os.environ.get("ENGINE", DEFAULT_ENGINE))
+    parser.add_argument("--property", default="", help="judge by this one, not the file's own")
+    options = parser.parse_args(arguments)
+    worst = 0
+    for path in _files(options.paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            replayed = Replayed(status="ERROR", reason=_one_line(error))
+        else:
+            replayed = _replay_text(text, property_id=options.property, engine=options.engine)
+        worst = max(worst, _print_replayed(str(path), replayed))
+    return worst
+
+
+def _replay_text(text: str, *, property_id: str, engine: str) -> Replayed:
+    """`property_id` empty: the one the file names."""
+    try:
+        read = read_case_file(text)
+    except CaseError as error:
+        return Replayed(status="ERROR", reason=_one_line(error))
+    chosen = property_id or read.property
+    if not chosen:
+        return Replayed(status="ERROR", reason="property: the file names none; give --property")
+    return replay(read.case, property_id=chosen, engine=engine)
+
+
+def _replayed(verdict: Verdict) -> Replayed:
+    match verdict.outcome:
+        case "pass":
+            return Replayed(status="FIXED", reason="the property holds")
+        case "fail":
+            first = str(verdict.mismatches[0])
+            more = len(verdict.mismatches) - 1
+            return Replayed(
+                status="FAILED",
+                reason=first.replace("\n", " ") + (f" ... and {more} more" if more else ""),
+            )
+        case "inconclusive" | "not_applicable":
+            reason = f"{verdict.outcome.replace('_', ' ')}: {verdict.reason}"
+            return Replayed(status="ERROR", reason=reason.replace("\n", " "))
+
+
+def _print_replayed(name: str, replayed: Replayed) -> int:
+    sys.stdout.write(f"{replayed.status} {name}: {replayed.reason}\n")
+    sys.stdout.flush()
+    return EXIT_CODES[replayed.status]
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    """The files named, and the case files in the folders named; an empty folder is a bad file."""
+    for path in paths:
+        found = sorted(path.glob("*.json")) if path.is_dir() else []
+        yield from found or [path]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

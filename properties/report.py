@@ -1,0 +1,245 @@
+"""What a session judged: tallies per property, the report file, the table at the end.
+
+A tally counts cases: `drawn` = `judged` + refused + `inconclusive`, and `judged` = passed +
+`failed` + known issues. Tests hand their tallies over as plain data, so that the counts of several
+worker processes add up and nothing is lost when one of them dies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from fsdp_engine.contract.case import Case, case_id
+from oracles.verdict import MarginKind, Verdict
+from properties.covering import Axes, axes_of, feasible_pairs, pairs_judged
+
+SCHEMA = 1
+
+PropertyVerdict: TypeAlias = Literal[
+    "pass", "fail", "inconclusive", "not_applicable", "known_issue"
+]
+
+_COUNTERS = ("not_applicable", "known_issue", "worlds")
+_KINDS: tuple[MarginKind, ...] = ("exact", "rigorous", "calibrated")
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Counts of one property.
+
+    `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
+    what the check itself has nothing to say about. `rows` are the main axes of the judged cases.
+    """
+
+    drawn: int = 0
+    judged: int = 0
+    not_applicable: Counter[str] = field(default_factory=Counter)
+    refused_by_engine: int = 0
+    inconclusive: int = 0
+    known_issue: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    worlds: Counter[str] = field(default_factory=Counter)
+    worst_margin: float | None = None
+    margin_kind: MarginKind = "exact"
+    seconds: float = 0.0
+    case_ids: list[str] = field(default_factory=list)
+    rows: set[tuple[str, ...]] = field(default_factory=set)
+
+    def refuse(self, reason: str, *, by_engine: bool) -> None:
+        """Count a case that does not apply; it covers nothing."""
+        self.drawn += 1
+        self.not_applicable[reason] += 1
+        self.refused_by_engine += by_engine
+
+    def add_inconclusive(self) -> None:
+        """Count a case without a verdict: a hang, a failing world, a flake."""
+        self.drawn += 1
+        self.inconclusive += 1
+
+    def add_judged(self, case: Case, verdict: Verdict, known_issue: str | None) -> None:
+        """Count a case that passed, failed or failed in a way that is known."""
+        self.drawn += 1
+        self.judged += 1
+        if known_issue is not None:
+            self.known_issue[known_issue] += 1
+        elif verdict.outcome == "fail":
+            self.failed += 1
+        self.worlds[str(case.mesh.world_size)] += 1
+        self.case_ids.append(case_id(case))
+        row = axes_of(case)
+        if row is not None:
+            self.rows.add(tuple(value for _, value in row.items()))
+        self._add_margin(verdict.margin, verdict.margin_kind)
+
+    def add(self, other: Tally) -> None:
+        """Count the other tally's cases as well."""
+        self.drawn += other.drawn
+        self.judged += other.judged
+        self.not_applicable += other.not_applicable
+        self.refused_by_engine += other.refused_by_engine
+        self.inconclusive += other.inconclusive
+        self.known_issue += other.known_issue
+        self.failed += other.failed
+        self.worlds += other.worlds
+        self.seconds += other.seconds
+        self.case_ids += other.case_ids
+        self.rows |= other.rows
+        self._add_margin(other.worst_margin, other.margin_kind)
+
+    def _add_margin(self, margin: float | None, kind: MarginKind) -> None:
+        if margin is not None:
+            known = math.inf if math.isnan(margin) else margin
+            self.worst_margin = max(known, self.worst_margin or 0.0)
+        self.margin_kind = max(self.margin_kind, kind, key=_KINDS.index)
+
+    @property
+    def verdict(self) -> PropertyVerdict:
+        """Of the whole property; one inconclusive case is enough for inconclusive."""
+        if self.failed:
+            return "fail"
+        if self.inconclusive:
+            return "inconclusive"
+        if self.known_issue:
+            return "known_issue"
+        return "pass" if self.judged else "not_applicable"
+
+    @property
+    def unsatisfiable(self) -> bool:
+        """Whether the engine refused every case there was."""
+        return self.verdict == "not_applicable" and self.refused_by_engine > 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """As values that any process can send and `from_plain` reads."""
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        counted = {name: dict(plain[name]) for name in _COUNTERS}
+        return plain | counted | {"rows": [list(row) for row in sorted(self.rows)]}
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Tally:
+        """Read what `to_plain` wrote."""
+        counted = {name: Counter(plain[name]) for name in _COUNTERS}
+        return Tally(**(plain | counted | {"rows": {tuple(row) for row in plain["rows"]}}))
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """A session: where and how it ran, its tallies, and the moments its tests began and ended."""
+
+    engine: str
+    device: str
+    versions: dict[str, str]
+    profile: str
+    seed: int
+    max_world_size: int
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    began: float | None = None
+    ended: float | None = None
+
+    def add(self, tallies: dict[str, dict[str, Any]]) -> None:
+        """Count what a test handed over."""
+        for name, plain in tallies.items():
+            self.tallies.setdefault(name, Tally()).add(Tally.from_plain(plain))
+
+    def saw_test(self, start: float, stop: float) -> None:
+        """Extend the session by a test that ran from `start` to `stop`, in seconds of one clock."""
+        self.began = start if self.began is None else min(self.began, start)
+        self.ended = stop if self.ended is None else max(self.ended, stop)
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the first test's start to the last one's end: the session without set-up."""
+        return self.ended - self.began if self.began is not None and self.ended is not None else 0.0
+
+    def pairs(self) -> tuple[int, int]:
+        """Pairs of main-axis values that judged cases cover, and all feasible ones."""
+        rows = [Axes.of(row) for tally in self.tallies.values() for row in tally.rows]
+        covered = pairs_judged(rows, max_world_size=self.max_world_size)
+        return len(covered), len(feasible_pairs(max_world_size=self.max_world_size))
+
+    def to_json(self) -> str:
+        """The report file's text."""
+        covered, feasible = self.pairs()
+        judged = sum(tally.judged for tally in self.tallies.values())
+        wall = self.wall_seconds
+        report = {
+            "schema": SCHEMA,
+            "engine": self.engine,
+            "device": self.device,
+            "versions": self.versions,
+            "profile": self.profile,
+            "seed": self.seed,
+            "wall_seconds": round(wall, 3),
+            "cases_per_second": round(judged / wall, 3) if wall else 0.0,
+            "pairs_feasible": feasible,
+            "pairs_judged": covered,
+            "properties": [_property(name, tally) for name, tally in sorted(self.tallies.items())],
+        }
+        return json.dumps(report, indent=2, allow_nan=False) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write the report file, folders included."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    def table(self) -> list[str]:
+        """The lines shown at the end of a run."""
+        header = ("property", "verdict", "judged", "worlds", "worst margin", "seconds")
+        rows = [header, *(_line(name, tally) for name, tally in sorted(self.tallies.items()))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        covered, feasible = self.pairs()
+        return [*lines, f"pairs {covered}/{feasible}", *self.unsatisfiable()]
+
+    def unsatisfiable(self) -> list[str]:
+        """One line for every property of which the engine refused all cases."""
+        return [
+            f"property {name}: every case was refused: {_most_common(tally.not_applicable)}"
+            for name, tally in sorted(self.tallies.items())
+            if tally.unsatisfiable
+        ]
+
+
+def _property(name: str, tally: Tally) -> dict[str, Any]:
+    return {
+        "id": name,
+        "drawn": tally.drawn,
+        "judged": tally.judged,
+        "not_applicable": dict(sorted(tally.not_applicable.items())),
+        "inconclusive": tally.inconclusive,
+        "known_issue": dict(sorted(tally.known_issue.items())),
+        "failed": tally.failed,
+        "cases_per_world_size": dict(sorted(tally.worlds.items(), key=lambda item: int(item[0]))),
+        "verdict": tally.verdict,
+        "worst_margin": _finite(tally.worst_margin),
+        "margin_kind": tally.margin_kind,
+        "seconds": round(tally.seconds, 3),
+        "case_ids": sorted(set(tally.case_ids)),
+    }
+
+
+def _finite(margin: float | None) -> float | None:
+    """JSON has no infinity: the largest number stands for it."""
+    return None if margin is None else min(margin, sys.float_info.max)
+
+
+def _line(name: str, tally: Tally) -> tuple[str, ...]:
+    worlds = " ".join(f"{size}:{n}" for size, n in sorted(tally.worlds.items()))
+    margin = "-" if tally.worst_margin is None else f"{tally.worst_margin:.4g}"
+    if tally.worst_margin is not None:
+        margin += f" ({tally.margin_kind})"
+    verdict = tally.verdict.replace("_", " ")
+    return (name, verdict, str(tally.judged), worlds or "-", margin, f"{tally.seconds:.1f}")
+
+
+def _most_common(reasons: Iterable[str]) -> str:
+    return "; ".join(list(dict.fromkeys(reasons))[:3])

@@ -1,0 +1,128 @@
+"""A failing case on disk: the case file, and a script that shows the failure by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fsdp_engine.contract.case import Case, case_from_json, case_id
+from fsdp_engine.contract.codec import encode
+from fsdp_engine.contract.errors import CaseError
+
+SCHEMA = 1
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CaseFile:
+    """What a case file holds. `property` is empty where the file is a case and nothing else."""
+
+    case: Case
+    property: str = ""
+
+
+def source_of(value: Any) -> str:
+    """A Python expression that rebuilds a case; fields with their default value are left out."""
+    if isinstance(value, tuple):
+        inner = ", ".join(map(source_of, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    given = []
+    for entry in dataclasses.fields(value):
+        item = getattr(value, entry.name)
+        if item != _default(entry):
+            given.append(f"{entry.name}={source_of(item)}")
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _default(entry: dataclasses.Field[Any]) -> Any:
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return entry.default
+
+
+def case_file_text(case: Case, property_id: str) -> str:
+    """The text of a case file: JSON with a schema number, the property and the case."""
+    content = {"schema": SCHEMA, "property": property_id, "case": encode(case)}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def read_case_file(text: str) -> CaseFile:
+    """Read a case file, or a file that is a case and nothing else.
+
+    Raises:
+        CaseError: anything else; the message names the field.
+    """
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CaseError(f"case file: not JSON ({error})") from error
+    if not isinstance(content, dict) or "case" not in content:
+        return CaseFile(case=case_from_json(text))
+    unknown = sorted(set(content) - {"schema", "property", "case"})
+    if unknown:
+        raise CaseError(f"{unknown[0]}: unknown field; legal are schema, property, case")
+    schema, name = content.get("schema"), content.get("property", "")
+    if isinstance(schema, bool) or schema != SCHEMA:
+        raise CaseError(f"schema: {schema!r} is not legal; legal is {SCHEMA}")
+    if not isinstance(name, str):
+        raise CaseError(f"property: {name!r} is not legal; it must be a string")
+    # Dumped again so that numbers which are none, and sizes, are refused in one place.
+    return CaseFile(case=case_from_json(json.dumps(content["case"])), property=name)
+
+
+def write_repro(folder: Path, case: Case, *, property_id: str, engine: str) -> Path:
+    """Write `<case id>-<property>.json` and `.py` into the folder; the path of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    slug = re.sub(r"[^A-Za-z0-9_.]+", "-", property_id)
+    path = folder / f"{case_id(case)[:12]}-{slug}.json"
+    path.write_text(case_file_text(case, property_id), encoding="utf-8")
+    script = _script(case, property_id=property_id, engine=engine)
+    path.with_suffix(".py").write_text(script, encoding="utf-8")
+    return path
+
+
+def _script(case: Case, *, property_id: str, engine: str) -> str:
+    fields = encode(case)
+    lines = [f'"{name}": {json.dumps(value)}' for name, value in fields.items()]
+    text = "{" + ",\n ".join(lines) + "}"
+    # The folder of the run comes second: engines and checks of the user are found there.
+    paths = list(dict.fromkeys((str(PROJECT), str(Path.cwd()))))
+    return _TEMPLATE.format(
+        property=property_id,
+        engine=engine,
+        name=case_id(case)[:12],
+        case=text,
+        paths=paths,
+        property_repr=repr(property_id),
+        engine_repr=repr(engine),
+    )
+
+
+_TEMPLATE = '''\
+"""Case {name}: does engine {engine} keep the property {property}?
+
+Run it with the Python that has torch and the project's dependencies. It prints one line and exits
+0 if the property holds, 1 if it is violated, 2 if the case could not be run.
+"""
+
+import sys
+
+sys.path[:0] = {paths}
+
+from properties.replay import replay_text
+
+PROPERTY = {property_repr}
+ENGINE = {engine_repr}
+CASE = r"""
+{case}
+"""
+
+if __name__ == "__main__":
+    sys.exit(replay_text(CASE, property_id=PROPERTY, engine=ENGINE))
+'''

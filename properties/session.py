@@ -1,0 +1,140 @@
+"""The state of one pytest process: options, worlds and, in the controller, the report."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import FsdpPropertiesError
+from fsdp_engine.world.pool import WorldPool
+from properties.profiles import PROFILES, Profile
+from properties.report import Report
+from properties.repro import read_case_file
+
+WORKER_SEED = "fsdp_properties_seed"
+SESSION = pytest.StashKey["Session"]()
+
+
+class Session:
+    """The options in force and the worlds they lead to.
+
+    `cases` are those given with `--cases`, None where cases are drawn. Workers of xdist are told
+    the seed by their controller, which alone keeps a `report`, once `begin` was called.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.engine: str = config.getoption("--engine")
+        self.profile = _profile(config.getoption("--profile"))
+        self.cases = _given_cases(config.getoption("--cases"))
+        self.is_worker = hasattr(config, "workerinput")
+        self.seed = _seed(config)
+        self.report: Report | None = None
+        self._pool: WorldPool | None = None
+
+    @property
+    def worlds(self) -> WorldPool:
+        """The engine's worlds, started when first asked for."""
+        if self._pool is None:
+            self._pool = WorldPool(self.engine, case_timeout_s=self.profile.case_timeout_s)
+        return self._pool
+
+    def close(self) -> None:
+        """End the worlds, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def begin(self) -> Report:
+        """Ask the engine for its versions and start the report.
+
+        Raises:
+            pytest.UsageError: the engine's name leads nowhere or its import raises, so that a bad
+                name ends the session before a single test.
+        """
+        try:
+            versions = self.worlds.tables().capabilities.versions
+        except FsdpPropertiesError as error:
+            self.close()
+            raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
+        tools = {name: version(name) for name in ("hypothesis", "pytest")}
+        self.report = Report(
+            engine=self.engine,
+            device="cpu",
+            versions=versions | tools,
+            profile=self.profile.name,
+            seed=self.seed,
+            max_world_size=self.profile.max_world_size,
+        )
+        return self.report
+
+
+class Reporter:
+    """Registered in the controller, or in the only process: collects, writes and shows."""
+
+    def __init__(self, report: Report, path: Path | None) -> None:
+        self._report = report
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count what a test judged, wherever it ran."""
+        tallies: dict[str, dict[str, Any]] = getattr(report, "fsdp_properties", {})
+        self._report.add(tallies)
+        if report.when == "call":
+            self._report.saw_test(report.start, report.stop)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the report; a property whose every case the engine refused fails the session."""
+        if self._path is not None:
+            self._report.write(self._path)
+        if self._report.unsatisfiable() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show the table."""
+        if not self._report.tallies:
+            return
+        terminalreporter.section(f"properties of {self._report.engine}")
+        for line in self._report.table():
+            terminalreporter.line(line)
+
+
+def _profile(name: str) -> Profile:
+    if name not in PROFILES:
+        raise pytest.UsageError(f"--profile: {name!r} is unknown; legal are {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def _seed(config: pytest.Config) -> int:
+    """The controller's, the one given to Hypothesis, or a new one."""
+    inherited = getattr(config, "workerinput", {}).get(WORKER_SEED)
+    if inherited is not None:
+        return int(inherited)
+    given = config.getoption("--hypothesis-seed", None)
+    if given is None:
+        return secrets.randbelow(1 << 32)
+    try:
+        return int(given)
+    except ValueError:
+        raise pytest.UsageError(f"--hypothesis-seed: {given!r} is not a whole number") from None
+
+
+def _given_cases(path: Path | None) -> tuple[Case, ...] | None:
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        items = content if isinstance(content, list) else [content]
+        cases = tuple(read_case_file(json.dumps(item)).case for item in items)
+    except (OSError, ValueError, RecursionError) as error:
+        # CaseError, a bad encoding and bad JSON are ValueErrors.
+        raise pytest.UsageError(f"--cases {path}: {error}") from error
+    if not cases:
+        raise pytest.UsageError(f"--cases {path}: the list is empty")
+    return cases

@@ -1,0 +1,35 @@
+"""Parts of the main axes that single suites are about."""
+
+from __future__ import annotations
+
+from properties.covering import Axes
+
+
+def many_ranks(row: Axes) -> bool:
+    """Worlds of two ranks and more."""
+    return row.mesh != "single"
+
+
+def replicated(row: Axes) -> bool:
+    """Meshes with more than one replica."""
+    return row.mesh in ("grid", "column", "wide_grid")
+
+
+def deferring(row: Axes) -> bool:
+    """Deferred sync on two ranks and more."""
+    return row.sync == "deferred" and many_ranks(row)
+
+
+def can_be_exact(row: Axes) -> bool:
+    """Language models and adapters have no exact cases."""
+    return row.adapter == "plain" and row.kind not in ("llama", "qwen2", "mixtral")
+
+
+def exactly_deferring(row: Axes) -> bool:
+    """Deferred sync where cases can be exact."""
+    return deferring(row) and can_be_exact(row)
+
+
+def simplest_model(row: Axes) -> bool:
+    """For questions that no model has a part in."""
+    return row.kind == "linear" and many_ranks(row)

@@ -1,0 +1,117 @@
+"""Suites: one line of judging, run over rows of the covering array times drawn cases.
+
+A runner such as xdist spreads tests, not drawn cases, so every row is a test of its own with a
+search of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import hypothesis
+import pytest
+from hypothesis.strategies import SearchStrategy
+
+from fsdp_engine.contract.case import Case
+from properties.covering import Axes, RowFilter, axes_of, covering_array, spread
+from properties.judge import Judge, PropertyFailure
+from properties.profiles import Profile, settings_of
+
+Drawing: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
+SuiteTest: TypeAlias = Callable[[Case, Judge], None]
+Wrapped: TypeAlias = "Callable[[Axes | Case, Judge, Search], None]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How one test searches: its profile, its seed, and the key its failures are kept under."""
+
+    profile: Profile
+    seed: int
+    key: str
+    root: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Which rows a suite takes; `main` takes as many as the profile allows a suite at all."""
+
+    where: RowFilter
+    main: bool
+
+    def rows(self, profile: Profile) -> tuple[Axes, ...]:
+        """The suite's rows of the profile's covering array."""
+        array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
+        count = profile.main_rows if self.main else profile.rows
+        return spread(filter(self.where, array), count=count)
+
+    def takes(self, case: Case) -> bool:
+        """Whether a given case belongs into the suite; one outside the main axes always does."""
+        row = axes_of(case)
+        return row is None or self.where(row)
+
+
+def over_rows(
+    draw: Drawing, *, where: RowFilter = lambda _: True, main: bool = False
+) -> Callable[[SuiteTest], Wrapped]:
+    """Make a test of `(case, judge)` a suite over the rows `where` accepts.
+
+    `@hypothesis.example(case=...)` may stand between this decorator and the function.
+    """
+    suite = Suite(where=where, main=main)
+
+    def decorate(test: SuiteTest) -> Wrapped:
+        @functools.wraps(test)
+        def run(row: Axes | Case, judge: Judge, search: Search) -> None:
+            __tracebackhide__ = True
+            if isinstance(row, Case):
+                test(row, judge)
+            else:
+                _search(test, draw(row), judge, search)
+            _skip_if_refused(judge)
+
+        run.__signature__ = inspect.signature(run, follow_wrapped=False)  # type: ignore[attr-defined]  # functions take attributes
+        return pytest.mark.over_rows(suite)(run)
+
+    return decorate
+
+
+def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: Search) -> None:
+    __tracebackhide__ = True
+    seeded = hypothesis.seed(_mixed(search.seed, search.key))
+    with_settings = settings_of(search.profile, root=search.root, key=search.key)
+    searched = seeded(with_settings(hypothesis.given(case=cases)(test)))
+    failure: PropertyFailure | None = None
+    try:
+        searched(judge=judge)
+    except PropertyFailure as error:
+        failure = _told_briefly(error)
+    if failure is not None:
+        raise failure
+
+
+def _told_briefly(error: PropertyFailure) -> PropertyFailure:
+    """The same failure without the search's frames and its print of the case.
+
+    Of its notes only the one with the blob stays; the command is the last line.
+    """
+    message, _, command = str(error).rpartition("\n")
+    blobs = [note.strip() for note in getattr(error, "__notes__", []) if "@reproduce" in note]
+    return type(error)("\n".join([message, *blobs, command]))
+
+
+def _skip_if_refused(judge: Judge) -> None:
+    """A test that judged nothing is shown as such; the report says so for whole properties."""
+    reasons = [reason for tally in judge.tallies.values() for reason in tally.not_applicable]
+    if reasons and not any(tally.judged for tally in judge.tallies.values()):
+        pytest.skip(f"every case was refused: {reasons[0]}")
+
+
+def _mixed(seed: int, key: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:8], "big")

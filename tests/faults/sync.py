@@ -1,0 +1,129 @@
+"""Faults in when gradients are reduced, and in what is kept until then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.adapters import reference as adapter
+from fsdp_engine.contract.case import Case
+from fsdp_engine.engine import engine as engine_module
+from fsdp_engine.engine.config import EngineConfig
+from fsdp_engine.engine.config_sources import SYNC_FIELD, from_object
+from fsdp_engine.engine.gradient_sync import GradientSync
+from fsdp_engine.torch_private.accumulators import fsdp2_groups, reset
+from tests.faults.planting import Planted, plant
+
+
+class DeferralIgnored(Planted):
+    """Deferred sync asks for a context that does nothing: every micro-batch is reduced."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _NeverDefers)
+
+
+class _NeverDefers(GradientSync):
+    def __init__(self, module: nn.Module, *, deferred: bool, replicated: bool) -> None:  # noqa: ARG002
+        super().__init__(module, deferred=False, replicated=replicated)
+
+
+class LastSyncSkipped(Planted):
+    """Deferred sync never ends: the last micro-batch is not reduced either."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _NeverSyncs)
+
+
+class _NeverSyncs(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        never_last = count + 1 if count > 1 else count
+        with super().micro_batch(number, never_last):
+            yield
+
+
+class LastMicroBatchOnly(Planted):
+    """Every micro-batch is taken for a first one: what was accumulated is dropped."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _Forgets)
+
+
+class _Forgets(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        if number == count - 1:
+            reset(self._module)
+            self._module.zero_grad()
+        with super().micro_batch(number, count):
+            yield
+
+
+class AccumulatedTwice(Planted):
+    """Eager sync adds the reduced gradient of earlier micro-batches again at each one."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _AddsAgain)
+
+
+class _AddsAgain(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        with super().micro_batch(number, count):
+            yield
+        if number and not self._deferred:
+            for parameter in self._module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.5)
+
+
+class AccumulatedInBf16(Planted):
+    """FSDP2 keeps deferred gradients in the compute dtype although it declares the reduce dtype."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _RoundsAccumulators)
+
+
+class _RoundsAccumulators(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        with super().micro_batch(number, count):
+            yield
+        for _, group in fsdp2_groups(self._module):
+            for parameter in group.fsdp_params:
+                kept: Tensor | None = parameter.unsharded_accumulated_grad
+                if kept is not None and parameter.param_dtype is not None:
+                    kept.copy_(kept.to(parameter.param_dtype))
+
+
+class GatheredParametersKept(Planted):
+    """Deferred micro-batches of FSDP2 leave the gathered parameters in memory after backward."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _KeepsGathered)
+
+
+class _KeepsGathered(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        module = self._module
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            last = number == count - 1
+            module.set_reshard_after_backward(last or not self._deferred)
+        with super().micro_batch(number, count):
+            yield
+
+
+class LegacyMeansEager(Planted):
+    """A configuration object without the sync field is read with the new default, False."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(adapter, "from_object", _eager_where_absent)
+
+
+def _eager_where_absent(source: object) -> EngineConfig:
+    return from_object(SimpleNamespace(**{SYNC_FIELD: False, **vars(source)}))
