@@ -96,11 +96,14 @@ def compare_within(got: Float64, other: Float64, allowed: Float64, *, where: str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """One quantity as replay has it: `wide` in double, `narrow` in single, and its magnitude A."""
+    """One quantity as replay has it: `wide` in double, `narrow` in single.
+
+    `scale` is the largest magnitude A among all quantities of its kind: all gradients' elements.
+    """
 
     wide: Float64
     narrow: Float64
-    magnitude: Float64
+    scale: float
 
 
 def compare_with_truth(
@@ -112,11 +115,13 @@ def compare_with_truth(
     are not bounded element by element: backward passes cancel. The same replay in single shows
     what rounding does to this tensor on this case, and to first order its errors are 2^29 times
     those of double (u = 2^-24 and 2^-53). Allowed is its largest error over the tensor: an
-    allowance that only a difference of meaning exceeds. Should single be exact by coincidence,
-    the orders of summation are left: gamma(num_addends, u) max A. Calibrated, not rigorous.
+    allowance that only a difference of meaning exceeds. Single may be exact
+    by coincidence, or a gradient vanish because larger ones cancel on the way back; then what is
+    left is summing quantities of the model's scale: gamma(num_addends, u) max A over all
+    gradients. Calibrated, not rigorous.
     """
     spread = np.abs(reference.narrow - reference.wide).max(initial=0.0)
-    spread += gamma(num_addends, 2.0**-53) * reference.magnitude.max(initial=0.0)
+    spread += gamma(num_addends, 2.0**-53) * reference.scale
     allowed = np.where(elements, 0.0, spread)
     return _judge(reference.wide, wanted, np.abs(reference.wide - wanted), allowed, where)
 

@@ -102,7 +102,7 @@ def _with(case: Case, overrides: Overrides) -> Case:
     return dataclasses.replace(case, engine=dataclasses.replace(case.engine, overrides=overrides))
 
 
-def _case(  # noqa: PLR0913  one per thing that a probe varies
+def _case(
     *,
     strategy: Strategy = "fsdp2",
     shape: tuple[int, ...] = (2,),
@@ -138,6 +138,7 @@ def _case(  # noqa: PLR0913  one per thing that a probe varies
 
 _FSDP1 = _case(strategy="fsdp1")
 _FSDP2 = _case()
+_TOKENS = _case(model=Model(family="embedding", units=2))
 _FOUR_RANKS = _case(shape=(4,))
 _STEPPED = _case(program=_STEPS)
 _ADAMW = _case(optimizer=Optimizer(kind="adamw", clip_grad=64.0), program=_STEPS)
@@ -161,7 +162,7 @@ _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
     # Gathering ahead shows where a unit is gathered that then does not run.
     ("forward_prefetch", (("forward_prefetch", True),), _GATHERS),
     ("forward_prefetch", (("forward_prefetch", True),), _GATHERS_1),
-    ("model_dtype", (("model_dtype", "bf16"),), _FSDP2),
+    ("model_dtype", (("model_dtype", "bf16"),), _TOKENS),
     ("mixed_precision.param_dtype", (("mixed_precision.param_dtype", "bf16"),), _FSDP2),
     ("mixed_precision.param_dtype", (("mixed_precision.param_dtype", "bf16"),), _FSDP1),
     ("mixed_precision.reduce_dtype", (("mixed_precision.reduce_dtype", "bf16"),), _FSDP2),
@@ -173,7 +174,7 @@ _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
     ("use_dynamic_bsz", (*_DYNAMIC, ("max_token_len_per_gpu", 64)), _FSDP2),
     (
         "max_token_len_per_gpu",
-        (*_DYNAMIC, ("max_token_len_per_gpu", 64)),
+        (*_DYNAMIC, ("max_token_len_per_gpu", 32)),
         _with(_FSDP2, (*_DYNAMIC, ("max_token_len_per_gpu", 3))),
     ),
     ("micro_batch_size_per_gpu", (("micro_batch_size_per_gpu", 2),), _FSDP2),

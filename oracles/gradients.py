@@ -173,12 +173,13 @@ def judge_truth(shown: ActionGradients, prediction: Prediction) -> Verdict:
     findings = Findings()
     world_size = prediction.world_size
     num_addends = 2 * (prediction.num_tokens + world_size * prediction.num_micro_batches)
+    terms = {name: prediction.terms(name, prediction.wide) for name in prediction.shapes}
+    scale = max(float(magnitude(wide, world_size).max(initial=0.0)) for wide in terms.values())
     for name, wanted in prediction.truth.gradients.items():
-        wide = prediction.terms(name, prediction.wide)
         reference = Reference(
-            wide=mean(wide, world_size),
+            wide=mean(terms[name], world_size),
             narrow=mean(prediction.terms(name, prediction.single), world_size),
-            magnitude=magnitude(wide, world_size),
+            scale=scale,
         )
         findings.add(
             compare_with_truth(
@@ -197,7 +198,7 @@ def judge_truth(shown: ActionGradients, prediction: Prediction) -> Verdict:
             Reference(
                 wide=mean(wide_losses, world_size),
                 narrow=mean(single_losses, world_size),
-                magnitude=magnitude(wide_losses, world_size),
+                scale=float(magnitude(wide_losses, world_size)[0]),
             ),
             np.array([prediction.truth.loss]),
             num_addends=num_addends,

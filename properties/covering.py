@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import covertable
 
@@ -20,6 +20,8 @@ from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Model
 
 Pair: TypeAlias = tuple[tuple[str, str], tuple[str, str]]
 RowFilter: TypeAlias = "Callable[[Axes], bool]"
+
+T = TypeVar("T")
 
 OPTIONAL_KINDS = ("optional_parameter", "optional_unit")
 KINDS_OF_MODEL = (
@@ -194,9 +196,9 @@ def _kind_of(model: Model) -> str:
     return "buffers" if model.buffers else model.family
 
 
-def spread(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
-    """At most `count` of the rows, evenly spread over their order."""
-    chosen = tuple(rows)
+def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
+    """At most `count` of the items, evenly spread over their order."""
+    chosen = tuple(items)
     if len(chosen) <= count:
         return chosen
     return tuple(chosen[index * len(chosen) // count] for index in range(count))

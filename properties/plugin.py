@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_engine.contract.case import case_id
+from fsdp_engine.contract.case import Case, case_id
 from properties import profiles
+from properties.covering import Axes
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.session import SESSION, WORKER_SEED, Reporter, Session
@@ -43,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "over_rows(suite): one test per row of the covering array")
+    config.addinivalue_line("markers", "over(suite): one test per row or case of a suite")
     profiles.register()
     config.stash[SESSION] = Session(config)
 
@@ -87,16 +88,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    marker = metafunc.definition.get_closest_marker("over_rows")
+    marker = metafunc.definition.get_closest_marker("over")
     if marker is None:
         return
     suite: Suite = marker.args[0]
     session = metafunc.config.stash[SESSION]
+    items: Sequence[Axes | Case]
     if session.cases is None:
-        metafunc.parametrize("row", suite.rows(session.profile), ids=str)
+        items = suite.items(session.profile)
     else:
-        cases = [case for case in session.cases if suite.takes(case)]
-        metafunc.parametrize("row", cases, ids=[case_id(case)[:12] for case in cases])
+        items = [case for case in session.cases if suite.takes(case)]
+    ids = [case_id(item)[:12] if isinstance(item, Case) else str(item) for item in items]
+    metafunc.parametrize("row", items, ids=ids)
 
 
 @pytest.fixture

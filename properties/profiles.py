@@ -20,7 +20,8 @@ class Profile:
 
     `strength` values of the main axes are combined in the covering array. A suite takes at most
     `main_rows` (the suite that judges all pairs) or `rows` of the array and draws `examples` cases
-    in each. Worlds have at most `max_world_size` ranks.
+    in each; a suite over a table takes `table_cases` of it. Worlds have at most `max_world_size`
+    ranks.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Profile:
     main_rows: int
     rows: int
     examples: int
+    table_cases: int
     case_timeout_s: float
 
 
@@ -42,6 +44,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=16,
             rows=5,
             examples=2,
+            table_cases=8,
             case_timeout_s=10.0,
         ),
         Profile(
@@ -51,6 +54,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=1000,
             rows=16,
             examples=3,
+            table_cases=1000,
             case_timeout_s=15.0,
         ),
         Profile(
@@ -60,6 +64,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=10_000,
             rows=100,
             examples=5,
+            table_cases=1000,
             case_timeout_s=60.0,
         ),
     )
@@ -93,5 +98,11 @@ def settings_of(profile: Profile, *, root: Path, key: str) -> settings:
 
 def register() -> None:
     """Replace Hypothesis's own profiles for everything else that is run in this process."""
-    settings.register_profile("fsdp_properties", deadline=None, print_blob=True, derandomize=False)
+    settings.register_profile(
+        "fsdp_properties",
+        deadline=None,
+        print_blob=True,
+        derandomize=False,
+        suppress_health_check=(HealthCheck.too_slow,),
+    )
     settings.load_profile("fsdp_properties")

@@ -60,7 +60,7 @@ def read_case_file(text: str) -> CaseFile:
     """
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
         raise CaseError(f"case file: not JSON ({error})") from error
     if not isinstance(content, dict) or "case" not in content:
         return CaseFile(case=case_from_json(text))

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import hypothesis
 import pytest
@@ -38,23 +38,41 @@ class Search:
     root: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suite:
-    """Which rows a suite takes; `main` takes as many as the profile allows a suite at all."""
+class Suite(Protocol):
+    """What a suite is run over, one test each: rows to draw cases in, or cases of a table."""
 
+    def items(self, profile: Profile) -> tuple[Axes, ...] | tuple[Case, ...]:
+        """What the profile takes of them."""
+
+    def takes(self, case: Case) -> bool:
+        """Whether a case given by the user belongs into the suite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
     where: RowFilter
     main: bool
 
-    def rows(self, profile: Profile) -> tuple[Axes, ...]:
-        """The suite's rows of the profile's covering array."""
+    def items(self, profile: Profile) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else profile.rows
         return spread(filter(self.where, array), count=count)
 
     def takes(self, case: Case) -> bool:
-        """Whether a given case belongs into the suite; one outside the main axes always does."""
         row = axes_of(case)
         return row is None or self.where(row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    cases: Callable[[], tuple[Case, ...]]
+    overrides: bool
+
+    def items(self, profile: Profile) -> tuple[Case, ...]:
+        return spread(self.cases(), count=profile.table_cases)
+
+    def takes(self, case: Case) -> bool:
+        return bool(case.engine.overrides) == self.overrides
 
 
 def over_rows(
@@ -62,24 +80,52 @@ def over_rows(
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
+    `main` takes as many rows as the profile allows a suite at all.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
-    suite = Suite(where=where, main=main)
 
     def decorate(test: SuiteTest) -> Wrapped:
-        @functools.wraps(test)
         def run(row: Axes | Case, judge: Judge, search: Search) -> None:
             __tracebackhide__ = True
             if isinstance(row, Case):
                 test(row, judge)
             else:
                 _search(test, draw(row), judge, search)
-            _skip_if_refused(judge)
 
-        run.__signature__ = inspect.signature(run, follow_wrapped=False)  # type: ignore[attr-defined]  # functions take attributes
-        return pytest.mark.over_rows(suite)(run)
+        return _as_suite(test, run, _Rows(where=where, main=main))
 
     return decorate
+
+
+def over_table(
+    cases: Callable[[], tuple[Case, ...]], *, overrides: bool = False
+) -> Callable[[SuiteTest], Wrapped]:
+    """Make a test of `(case, judge)` a suite over the cases of a table.
+
+    `overrides` says whether its cases have some; given cases are taken by that.
+    """
+
+    def decorate(test: SuiteTest) -> Wrapped:
+        def run(row: Axes | Case, judge: Judge, search: Search) -> None:  # noqa: ARG001
+            __tracebackhide__ = True
+            assert isinstance(row, Case)
+            test(row, judge)
+
+        return _as_suite(test, run, _Table(cases=cases, overrides=overrides))
+
+    return decorate
+
+
+def _as_suite(test: SuiteTest, run: Wrapped, suite: Suite) -> Wrapped:
+    @functools.wraps(test)
+    def wrapped(row: Axes | Case, judge: Judge, search: Search) -> None:
+        __tracebackhide__ = True
+        run(row, judge, search)
+        _skip_if_refused(judge)
+
+    # pytest asks the signature for fixtures: those of this function, not of the wrapped one.
+    vars(wrapped)["__signature__"] = inspect.signature(wrapped, follow_wrapped=False)
+    return cast(Wrapped, pytest.mark.over(suite)(wrapped))
 
 
 def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: Search) -> None:

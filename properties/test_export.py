@@ -6,20 +6,20 @@ from fsdp_engine.contract.case import Case
 from properties.checks import export
 from properties.judge import Judge
 from properties.strategies.cases import exporting_cases
-from properties.strategies.regions import many_ranks
+from properties.strategies.regions import plain_on_many_ranks
 from properties.suite import over_rows
 
 
-@over_rows(exporting_cases, where=many_ranks)
+@over_rows(exporting_cases, where=plain_on_many_ranks)
 def test_match_oracle(case: Case, judge: Judge) -> None:
     judge(export.match_oracle, case)
 
 
-@over_rows(exporting_cases, where=many_ranks)
+@over_rows(exporting_cases, where=plain_on_many_ranks)
 def test_staged_equals_unstaged(case: Case, judge: Judge) -> None:
     judge(export.staged_equals_unstaged, case)
 
 
-@over_rows(exporting_cases, where=many_ranks)
+@over_rows(exporting_cases, where=plain_on_many_ranks)
 def test_changes_nothing(case: Case, judge: Judge) -> None:
     judge(export.changes_nothing, case)

@@ -1,15 +1,95 @@
-"""Counting, planning and normalising of a rank's batch, as a plain training loop does it."""
+"""A plain training loop over a wrapped module: planning, normalising, accumulating, stepping."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_engine.contract.case import LossMode, Planning, Static
+from fsdp_engine.contract.case import Case, LossMode, Planning, Static
+from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
+from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards
 from fsdp_engine.workload.batches import LocalBatch
+from fsdp_engine.workload.models import module_arguments
+
+
+class PlainTrainee:
+    """What both wrappers share: the training loop, the optimizer, the batch's arithmetic."""
+
+    def __init__(self, module: nn.Module, case: Case) -> None:
+        self.module = module
+        self.case = case
+        options = case.optimizer
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        kind = torch.optim.SGD if options.kind == "sgd" else torch.optim.AdamW
+        self.optimizer = kind(trainable, lr=options.lr, weight_decay=options.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, step / max(1, options.warmup_steps))
+        )
+
+    @contextmanager
+    def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
+        before = self.module.training
+        self.module.train(which == "train")
+        try:
+            yield
+        finally:
+            self.module.train(before)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        counts = count_loss(batch)
+        plan = plan_micro_batches(batch, self.case.engine.planning)
+        total = 0.0
+        for number, indices in enumerate(plan):
+            micro_batch = batch.select(indices)
+            synced = not self.case.engine.deferred or number == len(plan) - 1
+            with self.gradient_sync(enabled=synced):
+                output = self.module(**module_arguments(self.case, micro_batch.inputs))
+                token_losses = loss(output, micro_batch)
+                scaled = normalised_loss(
+                    token_losses, micro_batch.loss_mask, self.case.engine.loss_mode, counts
+                )
+                scaled.backward()  # type: ignore[no-untyped-call]  # so in torch
+            total += scaled.item()
+        return Losses(total=total, plan=plan)
+
+    def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def clip(self, max_norm: float) -> Tensor:
+        raise NotImplementedError
+
+    def gradients(self) -> Iterator[LocalShard]:
+        return gradient_shards(self.module)
+
+    def parameters(self) -> Iterator[LocalShard]:
+        return parameter_shards(self.module)
+
+    def step(self) -> StepResult:
+        norm = self.clip(self.case.optimizer.clip_grad).item()
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(norm=norm, stepped=finite)
+
+    def lr_step(self) -> float:
+        self.schedule.step()
+        return float(self.schedule.get_last_lr()[0])
+
+    @torch.no_grad()
+    def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
+        everything = batch.select(range(len(batch)))
+        return loss(self.module(**module_arguments(self.case, everything.inputs)), everything)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

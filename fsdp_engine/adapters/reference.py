@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_engine.adapters.numerics import divide_factors, fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.case import Case, Scalar, Static
+from fsdp_engine.contract.case import Case, Export, Infer, Scalar, Static
 from fsdp_engine.contract.errors import ConfigError
 from fsdp_engine.contract.observation import Level, Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
@@ -25,6 +25,7 @@ from fsdp_engine.engine.config_sources import (
 )
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.mesh import mesh_shape
+from fsdp_engine.engine.micro_batches import Plan, plans_of
 from fsdp_engine.engine.sharding import get_sharding_strategy, replicates
 from fsdp_engine.workload.models import build_model, module_arguments
 
@@ -49,6 +50,11 @@ class Reference:
     def supports(self, case: Case) -> str | None:
         if "float16" in (case.dtypes.storage, case.dtypes.compute, case.dtypes.reduce):
             return "the reference engine has no loss scaling, so no float16"
+        if case.model.optional == "unit" and not _ranks_run_the_same_units(case):
+            return (
+                "some ranks run the optional unit in a micro-batch in which others do not: FSDP's "
+                "forward gathers a unit on all ranks or on none"
+            )
         return None
 
     def numerics(self, case: Case) -> Numerics:
@@ -60,10 +66,10 @@ class Reference:
         fsdp1 = case.engine.strategy == "fsdp1"
         plain = (fsdp1_numerics if fsdp1 else fsdp2_numerics)(case)
         numerics = dataclasses.replace(plain, norm="float64")
-        if fsdp1 and replicates(case.mesh.shape):
+        if fsdp1 and replicates(case.mesh.shape) and case.mesh.world_size > 1:
             before, after = divide_factors(case.mesh.world_size)
             level = Level(
-                axis="replicate" if case.mesh.ndim == 2 else "shard",
+                axis="replicate",
                 size=case.mesh.world_size,
                 before=before,
                 after=after,
@@ -121,6 +127,31 @@ def configs(case: Case) -> tuple[EngineConfig, OptimizerConfig]:
     return from_mapping(EngineConfig, sections["engine"]), optimizer
 
 
+def _ranks_run_the_same_units(case: Case) -> bool:
+    planning = case.engine.planning
+    config = (
+        EngineConfig(micro_batch_size_per_gpu=planning.sequences)
+        if isinstance(planning, Static)
+        else EngineConfig(use_dynamic_bsz=True, max_token_len_per_gpu=planning.max_tokens)
+    )
+    for action in case.program:
+        if isinstance(action, Export):
+            continue
+        ranks = case.batches[action.batch].ranks
+        if isinstance(action, Infer):
+            plans: tuple[Plan, ...] = tuple((tuple(range(len(rank))),) for rank in ranks)
+        else:
+            lengths = tuple(tuple(s.length for s in rank) for rank in ranks)
+            plans = plans_of(lengths, config)
+        runs = {
+            tuple(any(rank[index].gated for index in part) for part in plan)
+            for rank, plan in zip(ranks, plans, strict=True)
+        }
+        if len(runs) > 1:
+            return False
+    return True
+
+
 def _engine_fields(case: Case) -> RawConfig:
     options, dtypes = case.engine, case.dtypes
     fields: RawConfig = {
@@ -168,11 +199,19 @@ def _named_size(case: Case) -> int | None:
 def _override(sections: dict[str, RawConfig], name: str, value: Scalar) -> None:
     head, *rest = name.split(".")
     fields = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    target = sections["optim" if head in fields else "engine"]
-    for part in rest:
-        inner = target.get(head)
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{name}: unknown field; {head} has no fields of its own")
-        target[head] = dict(inner)
-        target, head = target[head], part
-    target[head] = value
+    section = sections["optim" if head in fields else "engine"]
+    section[head] = _replaced(section.get(head), rest, value, name)
+
+
+def _replaced(old: Any, path: list[str], value: Scalar, name: str) -> Any:
+    """`old` with the item at `path` exchanged: by its key, or by its place in a sequence."""
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(old, dict):
+        return {**old, first: _replaced(old.get(first), rest, value, name)}
+    if isinstance(old, (list, tuple)) and first in map(str, range(len(old))):
+        items = list(old)
+        items[int(first)] = _replaced(items[int(first)], rest, value, name)
+        return items
+    raise ConfigError(f"{name}: unknown field; there is no {first} in {old!r}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import count_loss, normalised_loss, plan_micro_batches
-from fsdp_engine.contract.case import Case, DtypePolicy, Export, Scalar
+from fsdp_engine.adapters.plain_loop import PlainTrainee
+from fsdp_engine.contract.case import Case, DtypePolicy, Export, Scalar, Train
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import (
     Capabilities,
-    LocalShard,
-    Losses,
     RankContext,
-    StepResult,
-    TokenLoss,
 )
-from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards, plain_name
-from fsdp_engine.workload.batches import LocalBatch
-from fsdp_engine.workload.models import TORCH_DTYPES, build_model, module_arguments, unit_names
+from fsdp_engine.torch_private.shards import plain_name
+from fsdp_engine.workload.models import TORCH_DTYPES, build_model, unit_names
 
 STRATEGIES: dict[tuple[int, bool], ShardingStrategy] = {
     (1, True): ShardingStrategy.FULL_SHARD,
@@ -60,6 +54,11 @@ class TorchFsdp1:
                 "FSDP1 asserts in no_sync where a unit is used in an earlier micro-batch and not "
                 "in the last one (torch defect, `_saved_grad_shard`)"
             )
+        steps = any(isinstance(action, Train) and action.step for action in case.program)
+        if steps and case.dtypes.storage == "float64":
+            return "FSDP1's clip_grad_norm_ raises for fp64 gradients (torch defect, fp32 norms)"
+        if case.mesh.world_size == 1 and (reason := _no_shard_refusal(case)):
+            return reason
         if case.mesh.ndim == 2 and case.mesh.shards == 1:
             return (
                 f"FSDP1 on a {case.mesh.shape} mesh falls back to NO_SHARD over the shard axis and "
@@ -148,80 +147,7 @@ class TorchFsdp2:
         return Fsdp2Trainee(model, case)
 
 
-class _Trainee:
-    """What both wrappers share: the training loop, the optimizer, the batch's arithmetic."""
-
-    def __init__(self, module: nn.Module, case: Case) -> None:
-        self.module = module
-        self.case = case
-        options = case.optimizer
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        kind = torch.optim.SGD if options.kind == "sgd" else torch.optim.AdamW
-        self.optimizer = kind(trainable, lr=options.lr, weight_decay=options.weight_decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, step / max(1, options.warmup_steps))
-        )
-
-    @contextmanager
-    def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
-        before = self.module.training
-        self.module.train(which == "train")
-        try:
-            yield
-        finally:
-            self.module.train(before)
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
-        counts = count_loss(batch)
-        plan = plan_micro_batches(batch, self.case.engine.planning)
-        total = 0.0
-        for number, indices in enumerate(plan):
-            micro_batch = batch.select(indices)
-            synced = not self.case.engine.deferred or number == len(plan) - 1
-            with self.gradient_sync(enabled=synced):
-                output = self.module(**module_arguments(self.case, micro_batch.inputs))
-                token_losses = loss(output, micro_batch)
-                scaled = normalised_loss(
-                    token_losses, micro_batch.loss_mask, self.case.engine.loss_mode, counts
-                )
-                scaled.backward()  # type: ignore[no-untyped-call]  # so in torch
-            total += scaled.item()
-        return Losses(total=total, plan=plan)
-
-    def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def clip(self, max_norm: float) -> Tensor:
-        raise NotImplementedError
-
-    def gradients(self) -> Iterator[LocalShard]:
-        return gradient_shards(self.module)
-
-    def parameters(self) -> Iterator[LocalShard]:
-        return parameter_shards(self.module)
-
-    def step(self) -> StepResult:
-        norm = self.clip(self.case.optimizer.clip_grad).item()
-        finite = math.isfinite(norm)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return StepResult(norm=norm, stepped=finite)
-
-    def lr_step(self) -> float:
-        self.schedule.step()
-        return float(self.schedule.get_last_lr()[0])
-
-    @torch.no_grad()
-    def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
-        everything = batch.select(range(len(batch)))
-        return loss(self.module(**module_arguments(self.case, everything.inputs)), everything)
-
-
-class Fsdp1Trainee(_Trainee):
+class Fsdp1Trainee(PlainTrainee):
     """A module wrapped by FSDP1."""
 
     module: FullyShardedDataParallel
@@ -242,7 +168,7 @@ class Fsdp1Trainee(_Trainee):
             yield plain_name(name), tensor
 
 
-class Fsdp2Trainee(_Trainee):
+class Fsdp2Trainee(PlainTrainee):
     """A module sharded in place by FSDP2."""
 
     def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
@@ -265,6 +191,24 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
         strategies=(strategy,),
         actions=("train", "infer", "export"),
     )
+
+
+def _no_shard_refusal(case: Case) -> str | None:
+    """FSDP1 on one rank falls back to NO_SHARD, with defects of its own."""
+    policy, model = case.dtypes, case.model
+    coarser = TORCH_DTYPES[policy.reduce].itemsize < TORCH_DTYPES[policy.storage].itemsize
+    if coarser and not case.engine.deferred:
+        return (
+            "FSDP1 on one rank rounds the gradients' running sum to the reduce dtype at every "
+            "micro-batch (torch defect, NO_SHARD)"
+        )
+    exports = any(isinstance(action, Export) for action in case.program)
+    if exports and (model.lora_rank or model.frozen == "first_unit"):
+        return (
+            "FSDP1 on one rank has no state dict of a unit that is wholly frozen once it has "
+            "trained (torch defect, NO_SHARD)"
+        )
+    return None
 
 
 def _refusal(strategy: str, case: Case) -> str | None:

@@ -388,7 +388,9 @@ def case_from_json(text: str) -> Case:
         raise CaseError(f"case file: {len(text)} characters; legal is at most {MAX_CASE_BYTES}")
     try:
         raw = json.loads(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except CaseError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
         raise CaseError(f"case file: not JSON ({error})") from error
     return decode(Case, raw, where="case")
 

@@ -40,6 +40,8 @@ def from_mapping(cls: type[Config], raw: Mapping[str, Any], *, where: str = "") 
             values[name] = from_mapping(_NESTED[name], value, where=f"{where}{name}.")
         elif isinstance(value, list):
             values[name] = tuple(value)
+        elif name == "transformer_layer_cls_to_wrap" and isinstance(value, str):
+            values[name] = (value,)
     return cls(**values)
 
 

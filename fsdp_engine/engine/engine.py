@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,8 @@ from fsdp_engine.engine.step import clip, global_norm, local_gradients, make_opt
 from fsdp_engine.engine.units import find_units
 from fsdp_engine.engine.usage import Usage
 from fsdp_engine.engine.wrap import wrap
-from fsdp_engine.torch_private.accumulators import reset, reshard
-from fsdp_engine.torch_private.deferred import make_absent
-from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards
+from fsdp_engine.torch_private.accumulators import clear_gradients, reset, reshard
+from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards, plain_name
 from fsdp_engine.workload.batches import LocalBatch
 
 ModuleArguments = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -69,6 +69,7 @@ class FsdpEngine:
         self._entries = export_entries(model)
         self._usage = Usage(units)
         self._unsettled = False
+        self._absent: frozenset[str] = frozenset()
         self._steps = 0
         self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
         self.module = wrap(units, config, self._mesh, device)
@@ -103,17 +104,19 @@ class FsdpEngine:
                 module.training = training
 
     def zero_grad(self) -> None:
-        self.module.zero_grad()
+        clear_gradients(self.module)
         self._usage.clear()
         self._unsettled = False
+        self._absent = frozenset()
 
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
-        """Run every micro-batch and leave reduced gradients, added to those that are there.
+        """Run every micro-batch and leave the batch's reduced gradients; earlier ones are dropped.
 
         After an exception parameters, optimizer state and sync flags are as before the batch, and
         no gradient is left, so the next batch gives what a fresh engine gives.
         """
         self._optimizer("forward_backward")
+        self.zero_grad()
         try:
             plan, notes = plan_batch(batch.lengths, self._config, self._device)
             counts = count(batch.loss_tokens, self._device)
@@ -134,7 +137,8 @@ class FsdpEngine:
     def gradients(self) -> Iterator[LocalShard]:
         """This rank's shards. The first call after a batch is collective."""
         self._settle()
-        return gradient_shards(self.module)
+        for shard in gradient_shards(self.module):
+            yield dataclasses.replace(shard, data=None) if shard.name in self._absent else shard
 
     def parameters(self) -> Iterator[LocalShard]:
         return parameter_shards(self.module)
@@ -205,9 +209,13 @@ class FsdpEngine:
         Asked when gradients are read or stepped with, so forward and backward stay without
         collectives of their own.
         """
-        if self._unsettled:
-            make_absent(self.module, self._usage.unused_anywhere(self._device))
-            self._unsettled = False
+        if not self._unsettled:
+            return
+        self._absent = self._usage.unused_anywhere(self._device)
+        self._unsettled = False
+        for name, parameter in self.module.named_parameters():
+            if plain_name(name) in self._absent:
+                parameter.grad = None
 
     def _abandon(self) -> None:
         reset(self.module)

@@ -65,6 +65,19 @@ def plan_batch(
     return plan, notes
 
 
+def plans_of(
+    lengths_by_rank: tuple[tuple[int, ...], ...], config: EngineConfig
+) -> tuple[Plan, ...]:
+    """Every rank's plan, worked out in one process: what `plan_batch` gives where it gives one."""
+    if not config.use_dynamic_bsz:
+        size = config.micro_batch_size_per_gpu
+        return tuple(static_plan(len(lengths), size) for lengths in lengths_by_rank)
+    most = max(local_need(lengths, config).micro_batches for lengths in lengths_by_rank)
+    count = min(most, *map(len, lengths_by_rank))
+    budget = _budget(config)
+    return tuple(balanced_plan(lengths, count, budget) for lengths in lengths_by_rank)
+
+
 def local_need(lengths: tuple[int, ...], config: EngineConfig) -> Need:
     """What this rank brings to the agreement."""
     if config.use_dynamic_bsz:

@@ -33,16 +33,15 @@ class Unit:
 def find_units(root: nn.Module, policy: WrapPolicy) -> tuple[Unit, ...]:
     """The units of an unwrapped model, inner before outer, the root last.
 
-    A parameter that is registered in several places belongs to the first of them, so tied
-    parameters belong to the root when one of their places does and no unit comes first.
-
     Raises:
-        ConfigError: a class name that no module has, or nothing to wrap.
+        ConfigError: a class name that no module has, nothing to wrap, or a parameter tied across
+            units: neither wrapper can gather it in two places.
     """
     modules = _by_size(root, policy.min_num_params) if policy.min_num_params else []
     if not policy.min_num_params:
         modules = _by_class(root, policy.transformer_layer_cls_to_wrap)
     owned: dict[int, list[ParameterSlot]] = {id(module): [] for module in [*modules, root]}
+    _require_ties_within(root, owned)
     for name, parameter in root.named_parameters():
         path, _, attribute = name.rpartition(".")
         slot = ParameterSlot(
@@ -53,6 +52,18 @@ def find_units(root: nn.Module, policy: WrapPolicy) -> tuple[Unit, ...]:
         )
         owned[id(_owner(root, path, owned))].append(slot)
     return tuple(Unit(module=m, slots=tuple(owned[id(m)])) for m in [*modules, root])
+
+
+def _require_ties_within(root: nn.Module, owned: dict[int, list[ParameterSlot]]) -> None:
+    first: dict[int, tuple[str, nn.Module]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        owner = _owner(root, name.rpartition(".")[0], owned)
+        other_name, other = first.setdefault(id(parameter), (name, owner))
+        if owner is not other:
+            raise ConfigError(
+                f"wrap_policy: {other_name} and {name} are one parameter in two units; legal is to "
+                "wrap a module that holds both, or neither"
+            )
 
 
 def _owner(root: nn.Module, path: str, owned: dict[int, list[ParameterSlot]]) -> nn.Module:

@@ -25,6 +25,21 @@ def reset(root: nn.Module) -> None:
         _reset_fsdp1(root)
     else:
         _reset_fsdp2(root)
+    clear_gradients(root)
+
+
+def clear_gradients(root: nn.Module) -> None:
+    """Set every gradient to None, FSDP1's flat ones and its notes about them as well.
+
+    FSDP1 notes a parameter whose gradient is None when it gathers for the next forward and drops
+    what NO_SHARD then accumulates for it in `no_sync`.
+    """
+    root.zero_grad()
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        if unit._handle is not None:
+            flat: Any = unit._handle.flat_param
+            flat.grad = None
+            flat._is_grad_none_mask = [False] * flat._num_params
 
 
 @torch.no_grad()
@@ -33,10 +48,11 @@ def reshard(root: nn.Module) -> None:
 
     Without this the next forward would run on weights from before the optimizer step.
     """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+    if isinstance(root, FSDPModule):
+        root.reset_iter_state()  # also what was gathered ahead for a unit that did not run
+        return
+    for module in FullyShardedDataParallel.fsdp_modules(root):
+        if module._handle is not None:
             _reshard_handle(module, module._handle)
 
 
@@ -53,11 +69,9 @@ def fsdp2_groups(root: nn.Module) -> list[tuple[FSDPModule, Any]]:
 def _reset_fsdp2(root: nn.Module) -> None:
     assert isinstance(root, FSDPModule)
     root.reset_iter_state()
-    for module, group in fsdp2_groups(root):
-        module.reshard()
+    for _, group in fsdp2_groups(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            parameter.sharded_param.grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
@@ -87,9 +101,6 @@ def _reset_handle(unit: FullyShardedDataParallel, handle: Any) -> None:
     if hasattr(flat, "_saved_grad_shard"):
         del flat._saved_grad_shard
     flat._post_backward_called = False
-    flat.grad = None
-    for parameter in (*(flat._params or ()), *(flat._shared_params or ())):
-        parameter.grad = None
     if flat._tensors is not None:
         flat._tensors[:] = [None] * len(flat._tensors)
     handle._ran_pre_backward_hook = False

@@ -27,7 +27,6 @@ from torch.distributed.fsdp._runtime_utils import (
 )
 
 from fsdp_engine.torch_private.accumulators import fsdp2_groups
-from fsdp_engine.torch_private.shards import plain_name
 
 
 def before_deferred_backward(root: nn.Module) -> None:
@@ -58,21 +57,6 @@ def before_last_backward(root: nn.Module, loss: Tensor) -> None:
                     parameter.unsharded_accumulated_grad = torch.zeros_like(
                         parameter._unsharded_param, dtype=parameter.reduce_dtype
                     )
-
-
-@torch.no_grad()
-def make_absent(root: nn.Module, names: frozenset[str]) -> None:
-    """Set the gradients of parameters that no rank used to None where the library has zeros."""
-    for name, parameter in root.named_parameters():
-        if plain_name(name) in names:
-            parameter.grad = None
-    for path, module in root.named_modules():
-        if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
-            continue
-        flat: Any = module._handle.flat_param
-        for index, name in enumerate(flat._fqns):
-            if plain_name(f"{path}.{name}" if path else name) in names:
-                flat._is_grad_none_mask[index] = True
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fsdp_engine.contract.errors import RankHung
@@ -17,22 +19,32 @@ from fsdp_engine.world.processes import RankProcess
 STACK_TIMEOUT_S = 1.0
 """How long ranks get to write their stacks and the state of their last collective."""
 
+SIGNAL_TIMEOUT_S = 0.2
+"""How long one that did not gets once it is forced to."""
+
 
 def hang(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> RankHung:
     """The error for ranks that did not answer in time, with every rank's stack."""
     numbered = dict(enumerate(ranks))
     stacks = collect_stacks(numbered, directory)
-    where = divergence({rank: read_log(log_path(directory, rank)) for rank in numbered})
+    where = parted(numbered, directory)
     return RankHung(f"no answer within {timeout_s:g} s: {where}", stacks=stacks, divergence=where)
+
+
+def parted(ranks: Iterable[int], directory: Path) -> str:
+    """One sentence: where the ranks' collective logs first differ."""
+    return divergence({rank: read_log(log_path(directory, rank)) for rank in ranks})
 
 
 def collect_stacks(ranks: Mapping[int, RankProcess], directory: Path) -> dict[int, str]:
     """Every rank's Python stacks, all threads; empty text where a rank cannot write them."""
-    asked = [rank for rank, process in ranks.items() if _ask(process)]
     deadline = time.monotonic() + STACK_TIMEOUT_S
-    for rank in asked:
-        select.select([ranks[rank].life], [], [], max(0.0, deadline - time.monotonic()))
-    return {rank: _read(stack_path(directory, rank)) for rank in ranks}
+    asked = {rank: process for rank, process in ranks.items() if _ask(process)}
+    for rank, process in asked.items():
+        answered = select.select([process.life], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not answered:
+            _force(process, stack_path(directory, rank))
+    return {rank: _stacks(directory, rank) for rank in ranks}
 
 
 def rank_output(directory: Path, rank: int) -> str:
@@ -42,11 +54,26 @@ def rank_output(directory: Path, rank: int) -> str:
 
 def _ask(process: RankProcess) -> bool:
     try:
-        os.kill(process.pid, signal.SIGUSR1)
         process.life.sendall(REPORT)
     except OSError:
         return False
     return True
+
+
+def _force(process: RankProcess, path: Path) -> None:
+    """A rank that does not let go of the interpreter still writes its stacks on a signal."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    waited = threading.Event()
+    for _ in range(20):
+        if _read(path):
+            return
+        waited.wait(SIGNAL_TIMEOUT_S / 20)
+
+
+def _stacks(directory: Path, rank: int) -> str:
+    threads = _read(stack_path(directory, rank)).split("\n\n")
+    return "\n\n".join(thread for thread in threads if " in _watch" not in thread)
 
 
 def _read(path: Path) -> str:

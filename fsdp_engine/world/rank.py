@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ def prepare() -> Tap:
 
 def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Tap) -> None:
     """The whole life of a rank; returns at Stop and when the controller is gone."""
-    threading.Thread(target=_watch, args=(wires.life, tap), daemon=True).start()
     stacks = stack_path(directory, rank).open("wb")
+    threading.Thread(target=_watch, args=(wires.life, tap, stacks), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -142,9 +142,10 @@ def _answer(ask: Callable[[], str | tuple[int, ...]]) -> Answer:
         return Answer(value=None, error_kind=type(error).__name__, error=str(error))
 
 
-def _watch(life: socket.socket, tap: Tap) -> NoReturn:
+def _watch(life: socket.socket, tap: Tap, stacks: BinaryIO) -> NoReturn:
     """Wait for the controller's end or its question; runs beside a case that may hang."""
     while life.recv(1) == REPORT:
         tap.close_last()
+        faulthandler.dump_traceback(stacks, all_threads=True)
         life.sendall(REPORTED)
     os._exit(1)

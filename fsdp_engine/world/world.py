@@ -23,7 +23,7 @@ from fsdp_engine.contract.errors import (
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables
 from fsdp_engine.world import wire
-from fsdp_engine.world.autopsy import collect_stacks, hang, rank_output
+from fsdp_engine.world.autopsy import collect_stacks, hang, parted, rank_output
 from fsdp_engine.world.processes import START_TIMEOUT_S, RankProcess, zygote
 
 GRACE_S = 1.0
@@ -172,8 +172,9 @@ class World:
         alive = {r: self._ranks[r] for r in range(size) if r not in dead}
         how = ", ".join(f"rank {rank} ({_exit(code)})" for rank, code in sorted(codes.items()))
         output = "\n".join(filter(None, (rank_output(self._directory, rank) for rank in dead)))
+        where = parted(range(size), self._directory)
         return RankDied(
-            f"{len(dead)} of {size} ranks ended during the case: {how}\n{output}".rstrip(),
+            f"{len(dead)} of {size} ranks ended during the case: {how}; {where}\n{output}".rstrip(),
             exit_codes=codes,
             stacks=collect_stacks(alive, self._directory),
         )

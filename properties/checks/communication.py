@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Axis, Collective, Numerics
 from fsdp_engine.contract.protocol import Run
-from oracles.records import PASSES, TrainAction, gates, train_actions, uniform_gates
 from oracles.communication import (
     Level,
     UnitReductions,
@@ -15,6 +14,7 @@ from oracles.communication import (
     predict_reductions,
     smallest_part,
 )
+from oracles.records import PASSES, TrainAction, gates, train_actions, uniform_gates
 from oracles.schedule import predict_schedule
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
@@ -174,7 +174,24 @@ def _group_mismatches(
             wanted = [collective for collective in logs[first] if collective.axis == axis]
             where_axis = f"{where} rank {rank} against rank {first} on {axis}"
             mismatches += _first_difference(where_axis, case, got, wanted)
+            mismatches += _operator_difference(where_axis, got, wanted)
     return mismatches
+
+
+def _operator_difference(
+    where: str, got: Sequence[Collective], wanted: Sequence[Collective]
+) -> list[Mismatch]:
+    """Ranks that reduce by different operators mix their values without any error."""
+    for index, (one, other) in enumerate(zip(got, wanted, strict=False)):
+        if one.reduce_op != other.reduce_op:
+            return [
+                Mismatch(
+                    where=f"{where}, operator of collective {index}",
+                    got=one.reduce_op,
+                    wanted=other.reduce_op,
+                )
+            ]
+    return []
 
 
 def _first_difference(

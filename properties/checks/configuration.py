@@ -54,21 +54,19 @@ def illegal_is_refused(case: Case, run: Run) -> Verdict:
     if not defaults:
         return not_applicable("the engine declares no configuration")
     if case.engine.overrides:
-        return exactly(_refusal_mismatches(case, run))
+        return _refusal_verdict(case, run)
     fields = {field for entry in defaults.values() for field in entry} | {UNKNOWN}
-    mismatches: list[Mismatch] = []
-    for illegal in illegal_cases():
-        if illegal.field in fields:
-            mismatches += _refusal_mismatches(illegal.case, run)
-    return exactly(mismatches)
+    return combine(
+        *(_refusal_verdict(item.case, run) for item in illegal_cases() if item.field in fields)
+    )
 
 
 def field_is_observable(case: Case, run: Run) -> Verdict:
     """A field set to another legal value shows, or is refused.
 
-    `case` is the changed case of one of `oracles.configuration.probes`, or any other with overrides,
-    then compared with the same without; without overrides the whole table is judged, as far as the
-    engine has the fields, and each of them must be in it.
+    `case` is the changed case of one of `oracles.configuration.probes`, or any other with
+    overrides, then compared with the same without. Without overrides the whole table is judged, as
+    far as the engine has the fields, and each of them must be in it.
     """
     defaults = run.tables().defaults
     if not defaults:
@@ -84,13 +82,13 @@ def field_is_observable(case: Case, run: Run) -> Verdict:
     return combine(every_field_is_probed(case, run), *verdicts)
 
 
-def _refusal_mismatches(case: Case, run: Run) -> list[Mismatch]:
+def _refusal_verdict(case: Case, run: Run) -> Verdict:
     where = f"overrides {_told(case)}"
     wanted = f"{_REFUSAL} on every rank before any collective"
     try:
         run(case)
-    except UnsupportedCase:
-        return []
+    except UnsupportedCase as error:
+        return not_applicable(str(error))
     except EngineRaised as error:
         mismatches = []
         for rank in range(case.mesh.world_size):
@@ -99,13 +97,18 @@ def _refusal_mismatches(case: Case, run: Run) -> list[Mismatch]:
             if kind != _REFUSAL or issued:
                 got = f"{kind} after {issued} collectives"
                 mismatches.append(Mismatch(where=f"{where} rank {rank}", got=got, wanted=wanted))
-        return mismatches
-    return [Mismatch(where=where, got="a run", wanted=wanted)]
+        return exactly(mismatches)
+    return exactly([Mismatch(where=where, got="a run", wanted=wanted)])
 
 
 def _change_verdict(base: Case, changed: Case, run: Run) -> Verdict:
     try:
         before = run(base)
+    except UnsupportedCase as error:
+        return not_applicable(str(error))
+    except EngineRaised as error:
+        return exactly([_idle(changed, f"a base case that raises {sorted(error.kinds.items())}")])
+    try:
         after = run(changed)
     except UnsupportedCase as error:
         return not_applicable(str(error))

@@ -16,7 +16,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
     Action,
-    Batch,
     Case,
     ConfigSource,
     EngineOptions,
@@ -28,7 +27,7 @@ from fsdp_engine.contract.case import (
     Train,
 )
 from properties.covering import FACTORS, Axes, factors, is_possible
-from properties.strategies.batches import Plan, batches, made_exact, planning_for, plans
+from properties.strategies.batches import batches, made_exact, planning_for, plans
 from properties.strategies.meshes import meshes
 from properties.strategies.models import models
 from properties.strategies.regions import can_be_exact

@@ -30,6 +30,6 @@ def exactly_deferring(row: Axes) -> bool:
     return deferring(row) and can_be_exact(row)
 
 
-def simplest_model(row: Axes) -> bool:
-    """For questions that no model has a part in."""
-    return row.kind == "linear" and many_ranks(row)
+def plain_on_many_ranks(row: Axes) -> bool:
+    """No adapter: what is exported are the model's own parameters."""
+    return row.adapter == "plain" and many_ranks(row)

@@ -94,3 +94,16 @@ class WeightDecayNotPassedOn(Planted):
 
 def _without_decay(module: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     return make_optimizer(module, dataclasses.replace(config, weight_decay=0.0))
+
+
+class FieldNobodyReads(Planted):
+    """A new field with the same default everywhere, which nothing in the engine reads."""
+
+    def defaults(self) -> dict[str, dict[str, Scalar]]:
+        return {
+            entry_point: fields | {"grad_offload": False}
+            for entry_point, fields in super().defaults().items()
+        }
+
+    def plant_faults(self, case: Case) -> None:
+        """The field alone is wrong."""

@@ -1,9 +1,9 @@
 """How a fault is planted: one function of the engine is exchanged, in rank processes only.
 
 A fault is the reference adapter with one mistake, in a class of its own that is reached by name
-like any engine: `tests.faults.loss:NoRankFactor`. A world belongs to one engine, so what is exchanged
-when the engine is built stays in the processes of that world. Faulty functions call the originals
-they imported, so planting twice is planting once.
+like any engine: `tests.faults.loss:NoRankFactor`. A world belongs to one engine, so what is
+exchanged when the engine is built stays in the processes of that world. Faulty functions call the
+originals they imported, so planting twice is planting once.
 """
 
 from __future__ import annotations

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.protocol import StepResult
 from fsdp_engine.engine import engine as engine_module
 from fsdp_engine.engine.config import EngineConfig
 from fsdp_engine.engine.config_sources import SYNC_FIELD, from_object
+from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.gradient_sync import GradientSync
 from fsdp_engine.torch_private.accumulators import fsdp2_groups, reset
 from tests.faults.planting import Planted, plant
@@ -111,7 +115,7 @@ class _KeepsGathered(GradientSync):
     @contextmanager
     def micro_batch(self, number: int, count: int) -> Iterator[None]:
         module = self._module
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        if isinstance(module, FSDPModule):
             last = number == count - 1
             module.set_reshard_after_backward(last or not self._deferred)
         with super().micro_batch(number, count):
@@ -127,3 +131,35 @@ class LegacyMeansEager(Planted):
 
 def _eager_where_absent(source: object) -> EngineConfig:
     return from_object(SimpleNamespace(**{SYNC_FIELD: False, **vars(source)}))
+
+
+class CollectivesInRankOrder(Planted):
+    """Two collectives of equal size are issued in an order that depends on the rank."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(adapter, "FsdpEngine", _OrdersByRank)
+
+
+class _OrdersByRank(FsdpEngine):
+    def step(self) -> StepResult:
+        operations = [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
+        for operation in operations[:: 1 if dist.get_rank() == 0 else -1]:
+            dist.all_reduce(torch.zeros(1), op=operation)
+        return super().step()
+
+
+class GatheredTwice(Planted):
+    """Every unit of FSDP2 is gathered and freed once more between forward and backward."""
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        plant(engine_module, "GradientSync", _GathersAgain)
+
+
+class _GathersAgain(GradientSync):
+    def before_backward(self, number: int, count: int, loss: Tensor) -> None:
+        super().before_backward(number, count, loss)
+        if isinstance(self._module, FSDPModule):
+            for module in self._module.modules():
+                if isinstance(module, FSDPModule) and module is not self._module:
+                    module.unshard()
+                    module.reshard()

@@ -1,0 +1,32 @@
+"""Engines that are wrong, unwilling or slow in one plain way, to see what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fsdp_engine.adapters.torch_fsdp import Fsdp2Trainee, TorchFsdp2
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.protocol import LocalShard, RankContext
+
+
+class _Doubled(Fsdp2Trainee):
+    def gradients(self) -> Iterator[LocalShard]:
+        for shard in super().gradients():
+            yield shard if shard.data is None else replace(shard, data=shard.data * 2)
+
+
+class DoublesGradients(TorchFsdp2):
+    """Reports twice the gradient."""
+
+    def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
+        trainee = super().build(case, rank)
+        trainee.__class__ = _Doubled
+        return trainee
+
+
+class RefusesAll(TorchFsdp2):
+    """Declines every case."""
+
+    def supports(self, case: Case) -> str | None:
+        return f"not in the mood for {case.mesh.world_size} ranks"

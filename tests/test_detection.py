@@ -1,0 +1,47 @@
+"""The suite's power: every planted fault is found by the properties that must find it.
+
+Each property searches by itself, with the rows and draws of the default profile; and no property is
+without a fault that it finds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_engine.world.pool import WorldPool
+from properties.catalog import PROPERTIES
+from properties.profiles import PROFILES
+from tests.detection import Detected, Watch, search_property, suite_tests
+from tests.faults.catalogue import FAULTS, Fault
+
+SEARCHES = [
+    pytest.param(fault, name, id=f"{fault.name}-{name}")
+    for fault in FAULTS
+    for name in fault.found_by
+]
+
+
+@pytest.mark.parametrize(("fault", "name"), SEARCHES)
+def test_fault_is_found(fault: Fault, name: str, tmp_path: Path) -> None:
+    with WorldPool(fault.engine) as pool:
+        watch = Watch(run=pool)
+        with pytest.raises(Detected) as detected:
+            search_property(name, watch, PROFILES["default"], seed=0, root=tmp_path)
+    assert detected.value.verdict.outcome == "fail"
+    assert watch.num_cases >= 1
+
+
+def test_every_property_finds_a_fault() -> None:
+    finding = {name for fault in FAULTS for name in fault.found_by}
+    assert finding == set(PROPERTIES)
+
+
+def test_every_property_has_a_suite() -> None:
+    assert {test.property_id for test in suite_tests()} == set(PROPERTIES)
+
+
+def test_every_fault_has_a_name_of_its_own() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names)
