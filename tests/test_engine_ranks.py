@@ -242,17 +242,18 @@ def test_an_unused_parameter_has_no_gradient_and_does_not_decay(
         assert after != before
 
 
+@pytest.mark.parametrize("model", [MLP, Model(family="embedding", tied=True)])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("policy", ["fp32", "fp32/bf16/fp32", "bf16/bf16/fp32", "fp64"])
 def test_fsdp1_averages_over_replicas_of_one_shard(
-    reference: Run, policy: str, *, deferred: bool
+    reference: Run, policy: str, model: Model, *, deferred: bool
 ) -> None:
     case = world_case(
         "fsdp1",
         mesh=(2, 1),
         micro_batches=3,
         deferred=deferred,
-        model=MLP,
+        model=model,
         dtypes=DTYPE_POLICIES[policy],
         program=(Train(step=True), Train(step=True)),
     )

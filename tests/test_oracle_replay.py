@@ -16,6 +16,8 @@ from fsdp_engine.world.pool import WorldPool
 from oracles.arrays import same_bits
 from oracles.evaluation import FLOAT64, Evaluator
 from oracles.gradients import observed_gradients
+from oracles.prediction import predict
+from oracles.records import train_actions
 from oracles.replay import LocalGradients, replay, replay_float32, replay_float64
 from tests.small_cases import small_case
 
@@ -126,9 +128,6 @@ def test_every_rule_of_the_replay_matters(pool: WorldPool, family: Family, polic
 
 def _wrong_elements(case: Case, pool: WorldPool, declared: Numerics) -> int:
     """Elements that differ from the emulated reduction of a replay under other numerics."""
-    from oracles.prediction import predict
-    from oracles.records import train_actions
-
     observation = pool(case)
     (shown,) = observed_gradients(Evaluator(case), observation)
     (action,) = train_actions(case, observation)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from fsdp_engine.engine.config import DTYPES, EngineConfig
 from fsdp_engine.engine.sharding import get_sharding_strategy, replicates
 from fsdp_engine.engine.units import Unit
+from fsdp_engine.torch_private.deferred import permit_low_precision
 
 
 def wrap(
@@ -63,7 +64,10 @@ def _fsdp1(
     with warnings.catch_warnings():
         # NO_SHARD is marked for removal in favour of DDP, which is another engine.
         warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
-        return FullyShardedDataParallel(root, **options)
+        wrapped = FullyShardedDataParallel(root, **options)
+    if replicates(mesh.shape):
+        permit_low_precision(wrapped)
+    return wrapped
 
 
 def _fsdp2(units: tuple[Unit, ...], config: EngineConfig, mesh: DeviceMesh) -> nn.Module:

@@ -6,6 +6,7 @@ Checked on torch 2.13, whose own code raises in these cases:
   `_saved_grad_shard`"); with NO_SHARD its gradient is silently not reduced;
 - FSDP2 with a reduce dtype of its own: a parameter whose first gradient comes in the last
   micro-batch while others of its unit have accumulated ones ("uniform gradient dtype");
+- FSDP1 with NO_SHARD and mixed precision: a tied parameter ("gradient must match");
 - FSDP2 with a reduce dtype of its own: a unit that never ran before the end of a micro-batch that
   is not the last (no attribute `_unsharded_param`).
 
@@ -27,6 +28,18 @@ from torch.distributed.fsdp._runtime_utils import (
 )
 
 from fsdp_engine.torch_private.accumulators import fsdp2_groups
+
+
+def permit_low_precision(root: FullyShardedDataParallel) -> None:
+    """Let tied parameters hold a gradient in the compute dtype between micro-batches.
+
+    With NO_SHARD every forward assigns a tied parameter its own gradient once more, which torch
+    refuses where `no_sync` has left one of another dtype.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        if unit._handle is not None:
+            for parameter in unit._handle.flat_param._shared_params or ():
+                parameter.grad_dtype = None
 
 
 def before_deferred_backward(root: nn.Module) -> None:
