@@ -41,10 +41,10 @@ PROFILES: dict[str, Profile] = {
             name="smoke",
             strength=2,
             max_world_size=4,
-            main_rows=16,
-            rows=5,
+            main_rows=12,
+            rows=3,
             examples=2,
-            table_cases=8,
+            table_cases=5,
             case_timeout_s=10.0,
         ),
         Profile(
