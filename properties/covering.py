@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -18,7 +19,7 @@ import covertable
 
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Model
 
-Pair: TypeAlias = tuple[tuple[str, str], tuple[str, str]]
+Combination: TypeAlias = tuple[tuple[str, str], ...]
 RowFilter: TypeAlias = "Callable[[Axes], bool]"
 
 T = TypeVar("T")
@@ -69,9 +70,9 @@ class Axes:
         """The row with the values in the order of the axes."""
         return Axes(**dict(zip(FACTORS, values, strict=True)))
 
-    def pairs(self) -> frozenset[Pair]:
-        """Every two values of the row."""
-        return frozenset(itertools.combinations(self.items(), 2))
+    def combinations(self, strength: int) -> frozenset[Combination]:
+        """Every `strength` values of the row, each with its axis."""
+        return frozenset(itertools.combinations(self.items(), strength))
 
 
 def _excludes(axis: str, value: str, other: str, *others: str) -> dict[str, Any]:
@@ -103,19 +104,50 @@ def factors(*, max_world_size: int) -> dict[str, tuple[str, ...]]:
 @functools.cache
 def covering_array(*, strength: int, max_world_size: int) -> tuple[Axes, ...]:
     """Possible rows that have every feasible combination of `strength` values; always the same."""
+    axes = factors(max_world_size=max_world_size)
     rows = covertable.make(
-        {name: list(values) for name, values in factors(max_world_size=max_world_size).items()},
+        {name: list(values) for name, values in axes.items()},
         strength=strength,
         constraints=list(CONSTRAINTS),
     )
-    return tuple(Axes(**row) for row in rows)
+    return _balanced([Axes(**row) for row in rows], axes, strength=strength)
+
+
+def _balanced(
+    rows: list[Axes], axes: dict[str, tuple[str, ...]], *, strength: int
+) -> tuple[Axes, ...]:
+    """The rows with values exchanged for rarer ones wherever no combination is lost.
+
+    Where a row is free to choose, the array has the simplest value: without this most of its rows
+    would be eager FSDP2. Adapters stay rare: with one, only its own small weights are trained.
+    """
+    combinations = Counter(part for row in rows for part in row.combinations(strength))
+    usage = {name: Counter(getattr(row, name) for row in rows) for name in axes}
+    balanced = []
+    for row in rows:
+        for name, values in axes.items():
+            if name == "adapter":
+                continue
+            count = usage[name]
+            current, rarest = getattr(row, name), min(values, key=count.__getitem__)
+            other = dataclasses.replace(row, **{name: rarest})
+            lost = row.combinations(strength) - other.combinations(strength)
+            needed = any(combinations[part] == 1 for part in lost)
+            if count[rarest] + 1 < count[current] and is_possible(other) and not needed:
+                combinations.subtract(lost)
+                combinations.update(other.combinations(strength) - row.combinations(strength))
+                count.subtract((current,))
+                count.update((rarest,))
+                row = other
+        balanced.append(row)
+    return tuple(balanced)
 
 
 @functools.cache
-def feasible_pairs(*, max_world_size: int) -> frozenset[Pair]:
+def feasible_pairs(*, max_world_size: int) -> frozenset[Combination]:
     """The pairs of values some possible row has, found without the covering array."""
     axes = factors(max_world_size=max_world_size)
-    pairs: set[Pair] = set()
+    pairs: set[Combination] = set()
     for first, second in itertools.combinations(axes, 2):
         for left, right in itertools.product(axes[first], axes[second]):
             if _completes({first: left, second: right}, axes):
@@ -204,11 +236,11 @@ def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
     return tuple(chosen[index * len(chosen) // count] for index in range(count))
 
 
-def pairs_judged(rows: Iterable[Axes], *, max_world_size: int) -> frozenset[Pair]:
+def pairs_judged(rows: Iterable[Axes], *, max_world_size: int) -> frozenset[Combination]:
     """The feasible pairs the rows of judged cases cover."""
-    covered: set[Pair] = set()
+    covered: set[Combination] = set()
     for row in set(rows):
-        covered |= row.pairs()
+        covered |= row.combinations(2)
     return frozenset(covered) & feasible_pairs(max_world_size=max_world_size)
 
 

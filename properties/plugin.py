@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from fsdp_engine.contract.case import Case, case_id
+from fsdp_engine.world import processes
 from properties import profiles
 from properties.covering import Axes
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
-from properties.session import SESSION, WORKER_SEED, Reporter, Session
+from properties.session import SESSION, WORKER_SEED, WORKER_ZYGOTE, Reporter, Session
 from properties.suite import Search, Suite
 
 DEFAULT_ENGINE = "reference"
@@ -47,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "over(suite): one test per row or case of a suite")
     profiles.register()
     config.stash[SESSION] = Session(config)
+    workerinput: dict[str, Any] = getattr(config, "workerinput", {})
+    if WORKER_ZYGOTE in workerinput:
+        processes.join(workerinput[WORKER_ZYGOTE])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -77,13 +81,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker of xdist the session's seed."""
+    """Give a worker of xdist the session's seed, and the process its ranks are forked from."""
     node.workerinput[WORKER_SEED] = node.config.stash[SESSION].seed
+    node.workerinput[WORKER_ZYGOTE] = processes.zygote().address
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker per core: ranks of a case wait for each other more than they compute."""
+    """One worker per core: four fifths of the time are the oracles, in the worker itself."""
     return max(1, len(os.sched_getaffinity(0)))
 
 

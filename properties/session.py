@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import secrets
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from properties.report import Report
 from properties.repro import read_case_file
 
 WORKER_SEED = "fsdp_properties_seed"
+WORKER_ZYGOTE = "fsdp_properties_zygote"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -62,7 +64,8 @@ class Session:
         except FsdpPropertiesError as error:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
-        tools = {name: version(name) for name in ("hypothesis", "pytest")}
+        tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
+        tools["python"] = platform.python_version()
         self.report = Report(
             engine=self.engine,
             device="cpu",

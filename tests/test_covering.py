@@ -65,6 +65,14 @@ def test_all_triples_at_night() -> None:
                 assert tuple((n, fixed[n]) for n in names) in seen
 
 
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+def test_no_value_of_an_axis_prevails(profile: Profile) -> None:
+    rows = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
+    for name, values in factors(max_world_size=profile.max_world_size).items():
+        usage = [sum(getattr(row, name) == value for row in rows) for value in values]
+        assert name == "adapter" or max(usage) - min(usage) <= len(rows) // 10
+
+
 def test_the_array_is_the_same_every_time() -> None:
     first = covering_array(strength=2, max_world_size=4)
     covering_array.cache_clear()

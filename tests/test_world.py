@@ -23,6 +23,7 @@ from fsdp_engine.contract.errors import (
     WorldError,
 )
 from fsdp_engine.contract.observation import Observation, TrainRecord
+from fsdp_engine.world import processes
 from fsdp_engine.world.pool import WorldPool
 from tests.engines.misbehaving import BAD_SEED
 from tests.engines.slow_import import IMPORT_TIME_S
@@ -255,22 +256,27 @@ def test_ranks_listen_on_the_loopback_only(remembering: WorldPool) -> None:
 
 CONTROLLER = """
 import sys
+from fsdp_engine.world import processes
 from fsdp_engine.world.pool import WorldPool
-from fsdp_engine.world.processes import zygote
 from tests.world_cases import world_case
 
+for address in sys.argv[1:]:
+    processes.join(address)
 pool = WorldPool("tests.engines.misbehaving:Hangs", case_timeout_s=600.0)
 pool(world_case())
-print(zygote().process.pid, *(rank.pid for rank in pool._warm._ranks), pool._warm._directory)
+own = [process.pid for process in [processes.zygote().process] if process]
+print(*own, *(rank.pid for rank in pool._warm._ranks), pool._warm._directory)
 sys.stdout.flush()
 pool(world_case(seed=666))
 """
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_controller(how: signal.Signals) -> None:
+def test_ranks_end_with_their_controller(how: signal.Signals, *, joins: bool) -> None:
+    addresses = [processes.zygote().address] if joins else []
     with subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER],
+        [sys.executable, "-c", CONTROLLER, *addresses],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=Path(__file__).parent.parent,
@@ -279,9 +285,14 @@ def test_ranks_end_with_their_controller(how: signal.Signals) -> None:
         *pids, directory = controller.stdout.readline().split()
         controller.send_signal(how)
         assert controller.wait(LONG_S) != 0
-    assert len(pids) == 3
+    assert len(pids) == (2 if joins else 3)
     wait_until_gone([int(pid) for pid in pids])
     assert not Path(directory.decode()).exists()
+
+
+def test_joining_an_address_where_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match="no process forks ranks at"):
+        processes.join(str(tmp_path / "address"))
 
 
 def test_nonsense_on_the_wire_is_a_world_error() -> None:

@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,10 +31,14 @@ class RankProcess:
 
 @dataclass(slots=True)
 class Zygote:
-    """A running zygote of this process."""
+    """A running zygote of this process, or, with `process` None, a fork of another process's.
 
-    process: subprocess.Popen[bytes]
+    `address` is where other processes may `join`.
+    """
+
+    process: subprocess.Popen[bytes] | None
     control: socket.socket
+    address: str
     exit_codes: dict[int, int] = field(default_factory=dict)
     _pending: bytes = b""
 
@@ -70,14 +76,31 @@ class Zygote:
         for pid in alive:
             self.exit_code(pid, timeout_s=5.0)
 
+    @property
+    def gone(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self.process is not None and self.process.poll() is not None
+
+    def await_ready(self) -> None:
+        """Wait until it has imported what it needs. Raises `WorldError` where that fails."""
+        self.control.settimeout(START_TIMEOUT_S)
+        try:
+            while "ready" not in self.read():
+                pass
+        except TimeoutError as error:
+            raise WorldError("the process that forks ranks does not answer") from error
+
     def stop(self) -> None:
         """End the zygote, and with it every rank it forked."""
         self.control.close()
+        if self.process is None:
+            return
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+            shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
     def _note(self, message: dict[str, int]) -> None:
         if "exited" in message:
@@ -106,10 +129,32 @@ _running: dict[int, Zygote] = {}
 def zygote() -> Zygote:
     """This process's zygote, started at the first call and ended with the process."""
     running = _running.get(os.getpid())
-    if running is None or running.process.poll() is not None:
-        running = _running[os.getpid()] = _start()
-        atexit.register(running.stop)
+    if running is None or running.gone:
+        running = _start()
+        _keep(running)
     return running
+
+
+def join(address: str) -> None:
+    """Use a fork of the zygote of another process, which listens at `address`.
+
+    Raises:
+        WorldError: nobody answers there.
+    """
+    control = socket.socket(socket.AF_UNIX)
+    try:
+        control.connect(address)
+    except OSError as error:
+        control.close()
+        raise WorldError(f"no process forks ranks at {address}: {error}") from error
+    joined = Zygote(None, control, address)
+    joined.await_ready()
+    _keep(joined)
+
+
+def _keep(running: Zygote) -> None:
+    _running[os.getpid()] = running
+    atexit.register(running.stop)
 
 
 def _start() -> Zygote:
@@ -122,20 +167,21 @@ def _start() -> Zygote:
         "GLOO_SOCKET_IFNAME": _LOOPBACK,
         "TOKENIZERS_PARALLELISM": "false",
     }
+    # Created with mode 0700: nobody else may connect.
+    address = str(Path(tempfile.mkdtemp(prefix="fsdp-zygote-")) / "address")
+    arguments = [str(there.fileno()), address]
     with there:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", str(there.fileno())],
+            [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", *arguments],
             pass_fds=[there.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    started = Zygote(process, here)
-    here.settimeout(START_TIMEOUT_S)
+    started = Zygote(process, here, address)
     try:
-        while "ready" not in started.read():
-            pass
-    except (TimeoutError, WorldError) as error:
+        started.await_ready()
+    except WorldError as error:
         process.kill()
         code = process.wait()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error

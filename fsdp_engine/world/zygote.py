@@ -4,7 +4,10 @@ Forking it costs milliseconds where starting Python and torch costs seconds. Req
 socket with the rank's own two sockets attached; exits go back. Ranks are its children: it ends them
 all and removes their directories when the controller is gone.
 
-Run as `python -m fsdp_engine.world.zygote FD`.
+A controller that shares its work with other processes lets them connect to `address`: each
+connection gets a fork of the zygote to itself, which costs milliseconds as well.
+
+Run as `python -m fsdp_engine.world.zygote FD ADDRESS`.
 """
 
 from __future__ import annotations
@@ -49,52 +52,96 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def main(control_fd: int) -> None:
+def main(control_fd: int, address: str) -> None:
     """Serve fork requests until the controller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides; ranks end with it
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at any of this
-    control = socket.socket(fileno=control_fd)
-    nursery = _Nursery(control, prepare())
-    _tell(control, {"ready": os.getpid()})
+    tap = prepare()
     try:
-        nursery.serve()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            _Nursery(socket.socket(fileno=control_fd), tap, listener).live()
     finally:
-        nursery.end()
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
 
 
 class _Nursery:
-    """Forks ranks and reports their exits."""
+    """Forks ranks for one controller and reports their exits.
 
-    def __init__(self, control: socket.socket, tap: Tap) -> None:
+    With a `listener` it also forks a nursery for everyone who connects there.
+    """
+
+    def __init__(
+        self, control: socket.socket, tap: Tap, listener: socket.socket | None = None
+    ) -> None:
         self._tap = tap
         self._control = control
+        self._listener = listener
         self._directories: set[str] = set()
         self._children: set[int] = set()
+        self._branches: set[int] = set()
         self._wakeup_r, self._wakeup_w = os.pipe()
         os.set_blocking(self._wakeup_w, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_w, warn_on_full_buffer=False)
 
-    def serve(self) -> None:
-        """Until the controller is gone."""
+    def live(self) -> None:
+        """Say ready, serve until the controller is gone, leave no process and no directory."""
+        try:
+            _tell(self._control, {"ready": os.getpid()})
+            self._serve()
+        finally:
+            self._end()
+
+    def _serve(self) -> None:
+        watched = [self._control.fileno(), self._wakeup_r]
+        if self._listener is not None:
+            watched.append(self._listener.fileno())
         while True:
-            control_fd = self._control.fileno()
-            readable, _, _ = select.select([control_fd, self._wakeup_r], [], [])
+            readable, _, _ = select.select(watched, [], [])
             if self._wakeup_r in readable:
                 os.read(self._wakeup_r, 4096)
                 self._report_exits()
-            if control_fd in readable:
+            if self._listener is not None and self._listener.fileno() in readable:
+                self._branch(self._listener.accept()[0])
+            if self._control.fileno() in readable:
                 message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
                 if not message:
                     return
                 self._obey(json.loads(message), fds)
 
-    def end(self) -> None:
-        """Leave no process and no directory."""
-        for pid in self._children:
+    def _branch(self, control: socket.socket) -> None:
+        """Fork a nursery for another controller; it ends with that one, and with this zygote."""
+        pid = self._child()
+        if pid == 0:
+            try:
+                _Nursery(control, self._tap).live()
+            finally:
+                os._exit(0)
+        control.close()
+        self._branches.add(pid)
+
+    def _child(self) -> int:
+        """Fork; the child has let go of everything that is this nursery's."""
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent(zygote)
+            os.close(self._wakeup_r)
+            os.close(self._wakeup_w)
+            self._control.close()
+            if self._listener is not None:
+                self._listener.close()
+        return pid
+
+    def _end(self) -> None:
+        for pid in self._children | self._branches:
             os.kill(pid, signal.SIGKILL)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
@@ -110,14 +157,8 @@ class _Nursery:
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
         self._directories = {path for path in self._directories if Path(path).exists()}
         self._directories.add(request["directory"])
-        zygote = os.getpid()
-        pid = os.fork()
+        pid = self._child()
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            die_with_parent(zygote)
-            for fd in (self._control.detach(), self._wakeup_r, self._wakeup_w):
-                os.close(fd)
             _be_rank(request, fds, self._tap)
         for fd in fds:
             os.close(fd)
@@ -125,10 +166,13 @@ class _Nursery:
         _tell(self._control, {"forked": pid})
 
     def _report_exits(self) -> None:
-        while self._children:
+        while self._children or self._branches:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
+            if pid in self._branches:
+                self._branches.discard(pid)
+                continue
             self._children.discard(pid)
             _tell(self._control, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -158,4 +202,4 @@ def _tell(control: socket.socket, message: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
