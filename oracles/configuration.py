@@ -15,13 +15,13 @@ from fsdp_engine.contract.case import (
     Case,
     EngineOptions,
     Mesh,
-    Model,
     Optimizer,
     Scalar,
     Sequence,
     Strategy,
     Train,
 )
+from fsdp_engine.contract.model import Model
 from oracles.verdict import Mismatch
 
 Overrides = tuple[tuple[str, Scalar], ...]

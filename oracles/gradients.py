@@ -31,7 +31,7 @@ from oracles.records import TrainAction, train_actions
 from oracles.reduction import magnitude, mean
 from oracles.rounding import gamma
 from oracles.truth import Truth
-from oracles.verdict import MarginKind, Mismatch, Verdict, failing, passing
+from oracles.verdict import MarginKind, Mismatch, Verdict, combine, exactly, failing, passing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,9 +113,35 @@ def observed_gradients(
                 shapes=evaluator.shapes,
                 where=f"{action} parameter",
             )
-            if after.mismatches or any(tensor is None for tensor in after.full.values()):
-                return  # without weights there is no prediction; other checks name the fault
+            absent = [name for name, tensor in after.full.items() if tensor is None]
+            if after.mismatches or absent:
+                yield _without_weights(action, after, absent)
+                return
             weights = {name: tensor for name, tensor in after.full.items() if tensor is not None}
+
+
+def _without_weights(action: TrainAction, after: Assembled, absent: list[str]) -> ActionGradients:
+    """What a step left is no set of weights: nothing after it can be predicted."""
+    where = f"{action} parameter after the step"
+    missing = [
+        Mismatch(where=f"{where}, {name}", got="absent", wanted="present") for name in absent
+    ]
+    return ActionGradients(
+        action=action,
+        assembled=after,
+        prediction=None,
+        mismatches=(*after.mismatches, *missing),
+    )
+
+
+def judge(shown: ActionGradients) -> Verdict:
+    """One action by everything the oracles say: form, replay, truth, and truth bit for bit."""
+    verdicts = [exactly(list(shown.mismatches))]
+    if shown.prediction is not None:
+        verdicts.append(judge_replay(shown, shown.prediction))
+        verdicts.append(judge_truth(shown, shown.prediction))
+        verdicts.append(judge_exact(shown, shown.prediction))
+    return combine(*verdicts)
 
 
 def start_mismatches(evaluator: Evaluator, observation: Observation) -> list[Mismatch]:

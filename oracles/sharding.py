@@ -9,7 +9,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from fsdp_engine.contract.case import Batch, Case, Dtype, Mesh, Model, Sequence
+from fsdp_engine.contract.case import Batch, Case, Dtype, Mesh, Sequence
+from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model, unit_names, unit_of
 
 ITEM_SIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

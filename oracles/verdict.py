@@ -35,8 +35,8 @@ class Verdict:
     """Pass, fail, inconclusive (a hang or a failing world) or not applicable, with the reason.
 
     `margin` is error / allowed error of the worst element over all comparisons: at most 1 passes.
-    An exact comparison has margin 0 where it passes. `margin_kind` is the weakest kind that took
-    part. `reason` says why a verdict is inconclusive or not applicable.
+    An exact comparison has margin 0 where it passes. `margin_kind` is the kind of the comparison
+    that gave the margin. `reason` says why a verdict is inconclusive or not applicable.
     """
 
     outcome: Outcome
@@ -49,9 +49,6 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return self.outcome == "pass"
-
-
-_KINDS: tuple[MarginKind, ...] = ("exact", "rigorous", "calibrated")
 
 
 def passing(*, margin: float | None = None, margin_kind: MarginKind = "exact") -> Verdict:
@@ -89,9 +86,8 @@ def combine(*verdicts: Verdict) -> Verdict:
     judged = [verdict for verdict in verdicts if verdict.outcome != "not_applicable"]
     if not judged:
         return verdicts[0]
-    margins = [verdict.margin for verdict in judged if verdict.margin is not None]
-    margin = max(margins, default=None)
-    kind = max((verdict.margin_kind for verdict in judged), key=_KINDS.index)
+    worst = max(judged, key=lambda verdict: -1.0 if verdict.margin is None else verdict.margin)
+    margin, kind = worst.margin, worst.margin_kind
     mismatches = [mismatch for verdict in judged for mismatch in verdict.mismatches]
     if mismatches:
         return failing(*mismatches, margin=margin, margin_kind=kind)

@@ -68,6 +68,6 @@ def load_check(name: str) -> Check:
         raise UnknownPropertyError(f"property: {name!r} is unknown; {legal}")
     try:
         check = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UnknownPropertyError(f"property: {name!r} is unknown ({error}); {legal}") from error
     return cast(Check, check)

@@ -17,7 +17,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import covertable
 
-from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Model
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh
+from fsdp_engine.contract.model import Model
 
 Combination: TypeAlias = tuple[tuple[str, str], ...]
 RowFilter: TypeAlias = "Callable[[Axes], bool]"
@@ -190,7 +191,7 @@ def _holds(condition: dict[str, Any], values: dict[str, str]) -> bool:
 def axes_of(case: Case) -> Axes | None:
     """The row a case lies in; None where it is outside the space, so that it covers nothing."""
     dtypes = {policy: name for name, policy in DTYPE_POLICIES.items()}.get(case.dtypes)
-    if dtypes is None:
+    if dtypes is None or case.engine.overrides:
         return None
     row = Axes(
         strategy=case.engine.strategy,

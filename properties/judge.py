@@ -15,10 +15,11 @@ from typing import Protocol
 
 import hypothesis
 
-from fsdp_engine.contract.case import Case, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
-from oracles.verdict import Verdict
+from oracles.verdict import Verdict, not_applicable
 from properties.catalog import Check, property_id
 from properties.known_issues import KnownIssue, known_issue
 from properties.outcome import Ending, ending_of, inconclusive
@@ -28,6 +29,9 @@ from properties.repro import source_of, write_repro
 MAX_MISMATCHES = 5
 MAX_HANGS = 3
 """Cases that may hang in one test: each costs two deadlines. The search ends after them."""
+
+MAX_HANGS_OF_ALL = 12
+"""Cases that may hang in one process; after them nothing is run any more."""
 
 
 class Worlds(Run, Protocol):
@@ -58,18 +62,26 @@ class _Failure:
     message: str
 
 
+@dataclass(slots=True)
+class Hangs:
+    """How many cases have hung so far."""
+
+    count: int = 0
+
+
 @dataclass(slots=True, kw_only=True, repr=False)
 class Judge:
     """Judges the cases of one test.
 
-    `tallies` counts by property. A case that did not pass keeps its message, so that the search
-    sees the same end when it comes back to it.
+    `tallies` counts by property, `hangs` over all tests. A case that did not pass keeps its
+    message, so that the search sees the same end when it comes back to it.
     """
 
     worlds: Worlds
     engine: str
     repro_folder: Path
     known_issues: tuple[KnownIssue, ...]
+    hangs: Hangs
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _hangs: int = 0
@@ -104,6 +116,9 @@ class Judge:
         except UnsupportedCase as error:
             tally.refuse(str(error), by_engine=True)
             return None
+        except Exception:
+            tally.add_inconclusive()  # the check itself is broken; what it raised is shown
+            raise
         finally:
             tally.seconds += time.monotonic() - began
         return self._counted(ending, case, name, tally)
@@ -117,6 +132,7 @@ class Judge:
             case "inconclusive":
                 tally.add_inconclusive()
                 self._hangs += ending.how == "Hung"
+                self.hangs.count += ending.how == "Hung"
             case "fail":
                 issue = known_issue(
                     self.known_issues, engine=self.engine, property_id=name, case=case
@@ -134,10 +150,16 @@ class Judge:
 
     def _confirmed(self, check: Check, case: Case) -> Ending:
         """How the case ends in a warm world; anything but a pass is repeated in a fresh one."""
+        if self.hangs.count >= MAX_HANGS_OF_ALL:
+            reason = f"not run: {self.hangs.count} cases have hung before"
+            return Ending(verdict=inconclusive(reason), how="NotRun")
         warm = ending_of(check, case, self.worlds)
         if warm.verdict.outcome in ("pass", "not_applicable"):
             return warm
-        fresh = ending_of(check, case, self.worlds.fresh)
+        try:
+            fresh = ending_of(check, case, self.worlds.fresh)
+        except UnsupportedCase as error:
+            fresh = Ending(verdict=not_applicable(str(error)), how="Refused")
         if fresh.verdict.outcome == warm.verdict.outcome:
             return fresh
         reason = (

@@ -22,7 +22,7 @@ class Ending:
     """How a case ended: its verdict, and one word for the way it came about.
 
     `how` tells different bugs apart while a failure is shrunk: `Failed`, `Died`, `Hung`,
-    `WorldFailed` or `Raised` with the exception's class name.
+    `WorldFailed`, `Flaked`, `Refused`, `NotRun` or `Raised` with the exception's class name.
     """
 
     verdict: Verdict

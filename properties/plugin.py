@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.contract.case import Case, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import case_id
+from fsdp_engine.contract.errors import CaseError, WorldError
 from fsdp_engine.world import processes
 from properties import profiles
 from properties.covering import Axes
@@ -50,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = Session(config)
     workerinput: dict[str, Any] = getattr(config, "workerinput", {})
     if WORKER_ZYGOTE in workerinput:
-        processes.join(workerinput[WORKER_ZYGOTE])
+        with contextlib.suppress(WorldError):  # then the worker starts its own when it needs one
+            processes.join(workerinput[WORKER_ZYGOTE])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -63,7 +67,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if state.is_worker or not _judges(config):
         return
     report = state.begin()
-    config.pluginmanager.register(Reporter(report, config.getoption("--report-json")))
+    config.pluginmanager.register(Reporter(report, state.report_path))
     if config.getoption("tx", None):
         state.close()  # the workers have worlds of their own
 
@@ -89,7 +93,7 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One worker per core: four fifths of the time are the oracles, in the worker itself."""
-    return max(1, len(os.sched_getaffinity(0)))
+    return max(1, os.cpu_count() or 1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -107,6 +111,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("row", items, ids=ids)
 
 
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """A failing test for every case of `--cases` that is none; the others are judged."""
+    broken = session.config.stash[SESSION].broken_cases
+    items += [
+        BrokenCase.from_parent(session, name=f"broken-case-{number}", message=message)
+        for number, message in enumerate(broken)
+    ]
+
+
+class BrokenCase(pytest.Item):
+    """A case that cannot be read, as a test that says so."""
+
+    def __init__(self, *, message: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._message = message
+
+    def runtest(self) -> None:
+        raise CaseError(self._message)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: object) -> str:
+        """The message alone."""
+        return str(excinfo.value)
+
+
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """`judge(check, case)`: run, confirm, write the repro, raise the property's exception."""
@@ -116,6 +144,7 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
         engine=session.engine,
         repro_folder=Path(".repro"),
         known_issues=KNOWN_ISSUES,
+        hangs=session.hangs,
     )
     yield judging
     plain = {name: tally.to_plain() for name, tally in judging.tallies.items()}

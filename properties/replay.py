@@ -23,9 +23,9 @@ from fsdp_engine.contract.errors import (
 )
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import Verdict
-from properties.catalog import load_check
+from properties.catalog import PROPERTIES, load_check
 from properties.outcome import ending_of
-from properties.repro import read_case_file
+from properties.repro import read_case_file, read_text
 
 Status: TypeAlias = Literal["FIXED", "FAILED", "ERROR"]
 
@@ -54,6 +54,9 @@ def replay(case: Case, *, property_id: str, engine: str) -> Replayed:
         return Replayed(status="ERROR", reason=f"engine: {_one_line(error)}")
     except FsdpPropertiesError as error:
         return Replayed(status="ERROR", reason=_one_line(error))
+    except Exception as error:  # noqa: BLE001  whatever a check raises, the case is not judged
+        reason = f"the check raised {type(error).__name__}: {_one_line(error)}"
+        return Replayed(status="ERROR", reason=reason)
 
 
 def replay_text(text: str, *, property_id: str, engine: str) -> int:
@@ -71,8 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     worst = 0
     for path in _files(options.paths):
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError, CaseError) as error:
             replayed = Replayed(status="ERROR", reason=_one_line(error))
         else:
             replayed = _replay_text(text, property_id=options.property, engine=options.engine)
@@ -89,6 +92,11 @@ def _replay_text(text: str, *, property_id: str, engine: str) -> Replayed:
     chosen = property_id or read.property
     if not chosen:
         return Replayed(status="ERROR", reason="property: the file names none; give --property")
+    if chosen not in PROPERTIES and not property_id:
+        # A path is code to import, and a case file is data.
+        legal = ", ".join(sorted(PROPERTIES))
+        reason = f"property: {chosen!a} is unknown; legal are {legal}, or another by --property"
+        return Replayed(status="ERROR", reason=reason)
     return replay(read.case, property_id=chosen, engine=engine)
 
 

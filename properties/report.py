@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from fsdp_engine.contract.case import Case, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import case_id
 from oracles.verdict import MarginKind, Verdict
 from properties.covering import Axes, axes_of, feasible_pairs, pairs_judged
 
@@ -27,7 +28,6 @@ PropertyVerdict: TypeAlias = Literal[
 ]
 
 _COUNTERS = ("not_applicable", "known_issue", "worlds")
-_KINDS: tuple[MarginKind, ...] = ("exact", "rigorous", "calibrated")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,10 +94,11 @@ class Tally:
         self._add_margin(other.worst_margin, other.margin_kind)
 
     def _add_margin(self, margin: float | None, kind: MarginKind) -> None:
-        if margin is not None:
-            known = math.inf if math.isnan(margin) else margin
-            self.worst_margin = max(known, self.worst_margin or 0.0)
-        self.margin_kind = max(self.margin_kind, kind, key=_KINDS.index)
+        if margin is None:
+            return
+        known = math.inf if math.isnan(margin) else margin
+        if self.worst_margin is None or known > self.worst_margin:
+            self.worst_margin, self.margin_kind = known, kind
 
     @property
     def verdict(self) -> PropertyVerdict:

@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdp_engine.contract.case import Case, case_from_json, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import MAX_CASE_BYTES, case_from_json, case_id
 from fsdp_engine.contract.codec import encode
 from fsdp_engine.contract.errors import CaseError
+from fsdp_engine.contract.limits import shortened
 
 SCHEMA = 1
 
@@ -58,6 +60,8 @@ def read_case_file(text: str) -> CaseFile:
     Raises:
         CaseError: anything else; the message names the field.
     """
+    if len(text) > MAX_CASE_BYTES:
+        raise CaseError(f"case file: more than the {MAX_CASE_BYTES} characters that are legal")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
@@ -66,14 +70,28 @@ def read_case_file(text: str) -> CaseFile:
         return CaseFile(case=case_from_json(text))
     unknown = sorted(set(content) - {"schema", "property", "case"})
     if unknown:
-        raise CaseError(f"{unknown[0]}: unknown field; legal are schema, property, case")
+        raise CaseError(f"{unknown[0]!a}: unknown field; legal are schema, property, case")
     schema, name = content.get("schema"), content.get("property", "")
-    if isinstance(schema, bool) or schema != SCHEMA:
-        raise CaseError(f"schema: {schema!r} is not legal; legal is {SCHEMA}")
+    if type(schema) is not int or schema != SCHEMA:
+        raise CaseError(f"schema: {shortened(schema)} is not legal; legal is {SCHEMA}")
     if not isinstance(name, str):
-        raise CaseError(f"property: {name!r} is not legal; it must be a string")
+        raise CaseError(f"property: {shortened(name)} is not legal; it must be a string")
     # Dumped again so that numbers which are none, and sizes, are refused in one place.
     return CaseFile(case=case_from_json(json.dumps(content["case"])), property=name)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that may be a case file, without reading one that is too large.
+
+    Raises:
+        CaseError: too large to be one.
+        OSError, UnicodeDecodeError: it cannot be read, or is no text.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_CASE_BYTES + 1)
+    if len(content) > MAX_CASE_BYTES:
+        raise CaseError(f"case file: more than the {MAX_CASE_BYTES} bytes that are legal")
+    return content.decode()
 
 
 def write_repro(folder: Path, case: Case, *, property_id: str, engine: str) -> Path:

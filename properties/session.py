@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.errors import FsdpPropertiesError
+from fsdp_engine.contract.errors import CaseError, FsdpPropertiesError
 from fsdp_engine.world.pool import WorldPool
+from properties.judge import Hangs
 from properties.profiles import PROFILES, Profile
 from properties.report import Report
-from properties.repro import read_case_file
+from properties.repro import read_case_file, read_text
 
 WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
@@ -26,16 +27,19 @@ SESSION = pytest.StashKey["Session"]()
 class Session:
     """The options in force and the worlds they lead to.
 
-    `cases` are those given with `--cases`, None where cases are drawn. Workers of xdist are told
-    the seed by their controller, which alone keeps a `report`, once `begin` was called.
+    `cases` are those given with `--cases`, None where cases are drawn; `broken_cases` say what is
+    wrong with the others of that file. `hangs` counts over the whole process. Workers of xdist are
+    told the seed by their controller, which alone keeps a `report`, once `begin` was called.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self.engine: str = config.getoption("--engine")
         self.profile = _profile(config.getoption("--profile"))
-        self.cases = _given_cases(config.getoption("--cases"))
+        self.cases, self.broken_cases = _given_cases(config.getoption("--cases"))
         self.is_worker = hasattr(config, "workerinput")
         self.seed = _seed(config)
+        self.hangs = Hangs()
+        self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
         self._pool: WorldPool | None = None
 
@@ -128,16 +132,38 @@ def _seed(config: pytest.Config) -> int:
         raise pytest.UsageError(f"--hypothesis-seed: {given!r} is not a whole number") from None
 
 
-def _given_cases(path: Path | None) -> tuple[Case, ...] | None:
+def _given_cases(path: Path | None) -> tuple[tuple[Case, ...] | None, tuple[str, ...]]:
+    """The readable cases of a file, None without one, and a message for every other.
+
+    Raises:
+        pytest.UsageError: the file itself cannot be read.
+    """
     if path is None:
-        return None
+        return None, ()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        items = content if isinstance(content, list) else [content]
-        cases = tuple(read_case_file(json.dumps(item)).case for item in items)
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         # CaseError, a bad encoding and bad JSON are ValueErrors.
         raise pytest.UsageError(f"--cases {path}: {error}") from error
-    if not cases:
+    items = content if isinstance(content, list) else [content]
+    if not items:
         raise pytest.UsageError(f"--cases {path}: the list is empty")
-    return cases
+    cases: list[Case] = []
+    broken: list[str] = []
+    for index, item in enumerate(items):
+        try:
+            cases.append(read_case_file(json.dumps(item)).case)
+        except CaseError as error:
+            broken.append(f"--cases {path}, case {index}: {error}")
+    return tuple(cases), tuple(broken)
+
+
+def _report_path(path: Path | None) -> Path | None:
+    """The report's path, with its folder made, so that a bad one is known before the run."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise pytest.UsageError(f"--report-json {path}: {error}") from error
+    return path

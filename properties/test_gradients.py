@@ -6,12 +6,17 @@ from fsdp_engine.contract.case import Case
 from properties.checks import exact, gradients
 from properties.judge import Judge
 from properties.strategies.cases import cases, exact_cases, stepping_cases
-from properties.strategies.regions import can_be_exact, replicated
+from properties.strategies.regions import can_be_exact, many_ranks, replicated
 from properties.suite import over_rows
 
 
 @over_rows(cases, main=True)
 def test_match_oracle(case: Case, judge: Judge) -> None:
+    judge(gradients.match_oracle, case)
+
+
+@over_rows(stepping_cases, where=many_ranks)
+def test_match_oracle_after_steps(case: Case, judge: Judge) -> None:
     judge(gradients.match_oracle, case)
 
 

@@ -15,13 +15,13 @@ from fsdp_engine.contract.case import (
     EngineOptions,
     Infer,
     Mesh,
-    Model,
     Scalar,
     Sequence,
     Static,
     Strategy,
     Train,
 )
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import (
     ExportedTensor,
     ExportRecord,

@@ -9,12 +9,12 @@ from fsdp_engine.contract.case import (
     EngineOptions,
     LossMode,
     Mesh,
-    Model,
     Sequence,
     Static,
     Strategy,
     Train,
 )
+from fsdp_engine.contract.model import Model
 
 
 def small_case(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_engine.contract import case as contract
-from fsdp_engine.contract.case import Case, canonical_json, case_from_json, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import MAX_CASE_BYTES, canonical_json, case_from_json, case_id
 from fsdp_engine.contract.codec import encode
 from fsdp_engine.contract.errors import CaseError
 from properties.repro import case_file_text, read_case_file, source_of
@@ -108,6 +109,10 @@ def test_broken_text_never_raises_anything_else(data: st.DataObject, case: Case)
     assert _refusal(text[:start] + insert + text[stop:]) != ""
 
 
+BATCHES = '"batches": [{"ranks": [[{"key": 0}], [{"key": 1}]]}]}'
+"""The end of a case whose fields are otherwise free."""
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -117,11 +122,16 @@ def test_broken_text_never_raises_anything_else(data: st.DataObject, case: Case)
         ("[]", "case"),
         ('{"schema": 2, "case": {}}', "schema"),
         ('{"schema": true, "case": {}}', "schema"),
+        ('{"schema": 1.0, "case": {}}', "schema"),
+        ('{"mesh": {"shape": [' + "9" * 3000 + "]}, " + BATCHES, "mesh.shape"),
+        ('{"mesh": ' + "[" * 900 + "]" * 900 + ", " + BATCHES, "mesh"),
+        ('{"engine": {"overrides": [["lr", 1e999]]}, ' + BATCHES, "overrides lr"),
+        ('{"\\ud800": 1}', "unknown field"),
         ('{"schema": 1, "property": 3, "case": {}}', "property"),
         ('{"schema": 1, "propperty": "x", "case": {}}', "propperty"),
         ('{"schema": 1, "property": "x", "case": {}}', "case.batches"),
         ('{"schema": 1, "property": "x", "case": {"batches": NaN}}', "NaN"),
-        (" " * (contract.MAX_CASE_BYTES + 1), "case file"),
+        (" " * (MAX_CASE_BYTES + 1), "case file"),
     ],
 )
 def test_bad_files_are_refused_by_name(text: str, named: str) -> None:

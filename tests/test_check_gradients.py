@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp_engine.contract.case import Case, Mesh, Model
+from fsdp_engine.contract.case import Case, Mesh
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import LocalArray, Observation, Replicate, Shard
 from fsdp_engine.contract.protocol import EAGER_FALLBACK
 from fsdp_engine.world.pool import WorldPool

@@ -16,15 +16,14 @@ from fsdp_engine.contract.case import (
     Export,
     Infer,
     Mesh,
-    Model,
     Optimizer,
-    OptionalPart,
     Sequence,
     Strategy,
     TokenBudget,
     Train,
 )
 from fsdp_engine.contract.errors import EngineRaised, UnsupportedCase
+from fsdp_engine.contract.model import Model, OptionalPart
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.contract.protocol import Run
 from fsdp_engine.world.pool import WorldPool

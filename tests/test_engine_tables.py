@@ -7,8 +7,8 @@ import math
 import pytest
 from torch import nn
 
-from fsdp_engine.contract.case import Model
 from fsdp_engine.contract.errors import ConfigError
+from fsdp_engine.contract.model import Model
 from fsdp_engine.engine.config import OptimizerConfig, WrapPolicy, warmup_steps
 from fsdp_engine.engine.mesh import mesh_shape, require_mesh
 from fsdp_engine.engine.schedule import lr_factor

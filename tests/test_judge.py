@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_engine.contract import case as contract
-from fsdp_engine.contract.case import Case, Model, case_id
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import (
     EngineRaised,
     RankDied,
@@ -20,11 +21,12 @@ from fsdp_engine.contract.errors import (
     UnsupportedCase,
     WorldError,
 )
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable, passing
 from properties.catalog import PROPERTIES, UnknownPropertyError, load_check, property_id
-from properties.judge import MAX_HANGS, Judge, PropertyFailure, failure_class
+from properties.judge import MAX_HANGS, Hangs, Judge, PropertyFailure, failure_class
 from properties.known_issues import KnownIssue
 from properties.repro import read_case_file
 from properties.strategies.cases import any_cases
@@ -96,7 +98,11 @@ def _judge(
     folder: Path, warm: Behaviour, fresh: Behaviour | None = None, *issues: KnownIssue
 ) -> Judge:
     return Judge(
-        worlds=FakeWorlds(warm, fresh), engine="fake", repro_folder=folder, known_issues=issues
+        worlds=FakeWorlds(warm, fresh),
+        engine="fake",
+        repro_folder=folder,
+        known_issues=issues,
+        hangs=Hangs(),
     )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp_engine.contract.case import Case, Export, Model, Train
+from fsdp_engine.contract.case import Case, Export, Train
 from fsdp_engine.contract.errors import UnsupportedCase
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import (
     Array,
     ExportedTensor,

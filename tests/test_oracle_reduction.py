@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_engine.contract.case import Case, Dtype, Mesh, Model, Strategy
+from fsdp_engine.contract.case import Case, Dtype, Mesh, Strategy
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Level, Numerics
 from fsdp_engine.world.pool import WorldPool
 from oracles.evaluation import Evaluator

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.case import Case, Family, Model
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.world.pool import WorldPool
 from oracles.arrays import same_bits

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp_engine.contract.case import Case, Export, Infer, Model, Strategy, Train
+from fsdp_engine.contract.case import Case, Export, Infer, Strategy, Train
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Collective, Observation, Record, TrainRecord
 from fsdp_engine.contract.protocol import EAGER_FALLBACK
 from oracles.schedule import predict_schedule

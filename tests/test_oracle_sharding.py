@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_engine.contract.case import Model
+from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.protocol import Answer
 from oracles.sharding import (
     flat_elements,

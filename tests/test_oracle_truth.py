@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.adapters.numerics import fsdp2_numerics
-from fsdp_engine.contract.case import LANGUAGE_FAMILIES, Family, LossMode, Model
+from fsdp_engine.contract.case import LossMode
+from fsdp_engine.contract.model import LANGUAGE_FAMILIES, Family, Model
 from fsdp_engine.workload.batches import global_batch
 from oracles.evaluation import FLOAT64, Evaluator
 from oracles.reduction import contributions, mean

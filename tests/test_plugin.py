@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.contract.case import Case, Mesh, canonical_json, case_id
+from fsdp_engine.contract.case import Case, Mesh
+from fsdp_engine.contract.case_file import canonical_json, case_id
 from fsdp_engine.contract.codec import encode
 from properties.repro import PROJECT
 from properties.strategies.tables import one_case

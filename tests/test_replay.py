@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_engine.contract.case import case_from_json
+from fsdp_engine.contract.case_file import case_from_json
 from properties import replay
 from properties.repro import case_file_text, write_repro
 from properties.strategies.tables import one_case
@@ -122,3 +122,24 @@ def test_a_repro_script_runs_alone_from_anywhere(
     assert ran.returncode == code, ran.stderr
     assert ran.stdout.startswith(status)
     assert len(ran.stdout.splitlines()) == 1
+
+
+def test_a_case_file_names_no_code_to_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _file(tmp_path, property_id="tests.engines.broken_import:check")
+    code, lines = _replay(capsys, path, "--engine", GOOD)
+    assert (code, len(lines)) == (2, 1)
+    assert "tests.engines.broken_import" in lines[0]
+    assert "is unknown" in lines[0]
+    assert "tests.engines.broken_import" not in sys.modules
+
+
+def test_a_check_that_raises_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _file(tmp_path)
+    check = "tests.engines.for_judging:raising_check"
+    code, lines = _replay(capsys, path, "--engine", GOOD, "--property", check)
+    assert (code, len(lines)) == (2, 1)
+    assert "the check raised KeyError" in lines[0]

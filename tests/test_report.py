@@ -6,7 +6,8 @@ import json
 import math
 from typing import Any
 
-from fsdp_engine.contract.case import Case, Mesh, case_id
+from fsdp_engine.contract.case import Case, Mesh
+from fsdp_engine.contract.case_file import case_id
 from oracles.verdict import Mismatch, failing, passing
 from properties.covering import feasible_pairs
 from properties.report import Report, Tally

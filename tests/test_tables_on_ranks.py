@@ -17,13 +17,13 @@ from fsdp_engine.contract.case import (
     Export,
     Infer,
     Mesh,
-    Model,
     Sequence,
     Static,
     Strategy,
     TokenBudget,
     Train,
 )
+from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import Verdict
 from properties.checks import communication, export, planner, residency

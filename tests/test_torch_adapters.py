@@ -16,15 +16,14 @@ from fsdp_engine.contract.case import (
     Case,
     EngineOptions,
     Export,
-    Family,
     Infer,
     LossMode,
-    Model,
     Optimizer,
     Strategy,
     TokenBudget,
     Train,
 )
+from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.contract.observation import (
     Array,
     ExportRecord,

@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.contract.case import (
-    DTYPE_POLICIES,
-    Batch,
-    Case,
-    DtypePolicy,
-    Family,
-    Mesh,
-    Model,
-    Sequence,
-)
+from fsdp_engine.contract.case import DTYPE_POLICIES, Batch, Case, DtypePolicy, Mesh, Sequence
+from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.workload.batches import global_batch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import build_model, module_arguments, unit_names, unit_of

@@ -119,6 +119,12 @@ def test_a_refused_configuration_is_told_by_its_kind() -> None:
     assert raised.value.num_collectives == {0: 0, 1: 0}
 
 
+def test_what_is_no_plain_data_is_told_in_words() -> None:
+    with WorldPool(MISBEHAVING + "ReturnsATensor") as pool, pytest.raises(EngineRaised) as raised:
+        pool(world_case())
+    assert "Tensor is not plain data" in str(raised.value)
+
+
 def test_only_supports_makes_a_case_unsupported() -> None:
     with WorldPool(MISBEHAVING + "RefusesCases") as pool:
         for _ in range(2):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_engine.contract.case import Batch, Case, EngineOptions, Mesh, Model, Sequence, Strategy
+from fsdp_engine.contract.case import Batch, Case, EngineOptions, Mesh, Sequence, Strategy
+from fsdp_engine.contract.model import Model
 
 ROOT_AND_TWO_UNITS = Model(family="embedding", units=2, width=8, hidden=12, vocab=61, bias=True)
 """1461 parameters: 212 in each of two units, 1037 in the root."""

@@ -25,19 +25,21 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.plain_loop import PlainTrainee
 from fsdp_engine.contract.case import Case, DtypePolicy, Export, Scalar, Train
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import (
     Capabilities,
     RankContext,
 )
 from fsdp_engine.torch_private.shards import plain_name
+from fsdp_engine.torch_private.strategies import HYBRID_SHARD_ZERO2
 from fsdp_engine.workload.models import TORCH_DTYPES, build_model, unit_names
 
 STRATEGIES: dict[tuple[int, bool], ShardingStrategy] = {
     (1, True): ShardingStrategy.FULL_SHARD,
     (1, False): ShardingStrategy.SHARD_GRAD_OP,
     (2, True): ShardingStrategy.HYBRID_SHARD,
-    (2, False): ShardingStrategy._HYBRID_SHARD_ZERO2,  # noqa: SLF001  torch has no public name
+    (2, False): HYBRID_SHARD_ZERO2,
 }
 """FSDP1's sharding strategy by `(dimensions of the mesh, reshard after forward)`."""
 
@@ -221,7 +223,7 @@ def _refusal(strategy: str, case: Case) -> str | None:
 
 
 def _mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
-    raise NotImplementedError(f"plain torch takes a mesh as it is, not {world_size}, {fsdp_size}")
+    raise UnsupportedCase(f"plain torch takes a mesh as it is, not {world_size}, {fsdp_size}")
 
 
 def _device_mesh(case: Case, rank: RankContext) -> DeviceMesh:

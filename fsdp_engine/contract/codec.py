@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from fsdp_engine.contract.errors import CaseError
+from fsdp_engine.contract.limits import shortened
 
 T = TypeVar("T")
 Decoder: TypeAlias = Callable[[Any, str, tuple[bytes, ...]], Any]
@@ -86,7 +87,9 @@ def _dataclass_decoder(cls: Any) -> Decoder:
         _expect(isinstance(raw, dict), where, raw, f"an object ({cls.__name__})")
         unknown = sorted(set(raw) - set(decoders))
         if unknown:
-            raise CaseError(f"{where}.{unknown[0]}: unknown field; legal are {', '.join(decoders)}")
+            name = unknown[0] if unknown[0].isidentifier() else shortened(unknown[0])
+            legal = ", ".join(decoders)
+            raise CaseError(f"{where}.{name}: unknown field; legal are {legal}")
         missing = sorted(required - set(raw))
         if missing:
             raise CaseError(f"{where}.{missing[0]}: missing")
@@ -131,7 +134,7 @@ def _union_decoder(members: tuple[Any, ...]) -> Decoder:
             if _matches(raw, member):
                 return _decoder(member)(raw, where, blobs)
         names = ", ".join(getattr(member, "__name__", str(member)) for member in members)
-        raise CaseError(f"{where}: {_short(raw)} is not one of {names}")
+        raise CaseError(f"{where}: {shortened(raw)} is not one of {names}")
 
     return decode_union
 
@@ -174,7 +177,7 @@ def _decode_float(raw: Any, where: str, _: tuple[bytes, ...]) -> float:
     try:
         return float(raw)
     except OverflowError as error:
-        raise CaseError(f"{where}: {_short(raw)} is too large a number") from error
+        raise CaseError(f"{where}: {shortened(raw)} is too large a number") from error
 
 
 def _scalar_decoder(cls: Any, legal: str) -> Decoder:
@@ -220,9 +223,4 @@ def _matches(raw: Any, cls: Any) -> bool:
 
 def _expect(legal: bool, where: str, raw: Any, wanted: str) -> None:  # noqa: FBT001
     if not legal:
-        raise CaseError(f"{where}: {_short(raw)} is not legal; it must be {wanted}")
-
-
-def _short(raw: Any) -> str:
-    text = repr(raw)
-    return text if len(text) <= 80 else text[:77] + "..."
+        raise CaseError(f"{where}: {shortened(raw)} is not legal; it must be {wanted}")

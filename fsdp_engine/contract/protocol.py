@@ -137,7 +137,10 @@ class Engine(Protocol):
         """Entry point (`dataclass`, `yaml`, ...) to flat field name to default value."""
 
     def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        """The mesh the engine makes of its size option. Raises `ConfigError` where it refuses."""
+        """The mesh the engine makes of its size option.
+
+        Raises `ConfigError` where it refuses, `UnsupportedCase` where it has no such option.
+        """
 
     def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
         """The sharding strategy's name. Raises `NotImplementedError` naming another ndim."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_engine.torch_private.strategies import HYBRID_SHARD_ZERO2
+
 _BY_MESH: dict[tuple[int, bool], ShardingStrategy] = {
     (1, True): ShardingStrategy.FULL_SHARD,
     (1, False): ShardingStrategy.SHARD_GRAD_OP,
     (2, True): ShardingStrategy.HYBRID_SHARD,
-    (2, False): ShardingStrategy._HYBRID_SHARD_ZERO2,  # noqa: SLF001  torch has no public name
+    (2, False): HYBRID_SHARD_ZERO2,
 }
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fsdp_engine.contract.case import Case, Model
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.seeds import generator
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -37,7 +37,7 @@ class WorldPool:
     @property
     def fresh(self) -> Run:
         """The same, every case in a world of its own."""
-        return _Fresh(self, self._engine, self._case_timeout_s)
+        return _Fresh(engine=self._engine, case_timeout_s=self._case_timeout_s)
 
     def tables(
         self,
@@ -77,17 +77,15 @@ class WorldPool:
         return self._warm
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fresh:
-    """Runs every case in a new world, which is ended afterwards."""
+    """Everything in a new world, which is ended afterwards."""
 
-    _pool: WorldPool
-    _engine: str
-    _case_timeout_s: float
+    engine: str
+    case_timeout_s: float
 
     def __call__(self, case: Case) -> Observation:
-        size = case.mesh.world_size
-        with World(self._engine, size=size, case_timeout_s=self._case_timeout_s) as world:
+        with self._world(case.mesh.world_size) as world:
             return world.run(case)
 
     def tables(
@@ -96,4 +94,8 @@ class _Fresh:
         mesh_shapes: tuple[tuple[int, int], ...] = (),
         strategies: tuple[tuple[int, bool], ...] = (),
     ) -> EngineTables:
-        return self._pool.tables(mesh_shapes=mesh_shapes, strategies=strategies)
+        with self._world(1) as world:
+            return world.tables(AskTables(mesh_shapes=mesh_shapes, strategies=strategies))
+
+    def _world(self, size: int) -> World:
+        return World(self.engine, size=size, case_timeout_s=self.case_timeout_s)

@@ -29,16 +29,17 @@ class RankProcess:
     life: socket.socket
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Zygote:
     """A running zygote of this process, or, with `process` None, a fork of another process's.
 
-    `address` is where other processes may `join`.
+    `address` is where other processes may `join`. `gone` once it is known to have ended.
     """
 
     process: subprocess.Popen[bytes] | None
     control: socket.socket
     address: str
+    gone: bool = False
     exit_codes: dict[int, int] = field(default_factory=dict)
     _pending: bytes = b""
 
@@ -50,20 +51,21 @@ class Zygote:
         with commands_there, life_there:
             fds = [commands_there.fileno(), life_there.fileno()]
             try:
-                socket.send_fds(self.control, [json.dumps(request).encode()], fds)
-            except OSError as error:
-                raise WorldError(f"the process that forks ranks is gone: {error}") from error
-        self.control.settimeout(START_TIMEOUT_S)
-        while "forked" not in (message := self.read()):
-            self._note(message)
-        return RankProcess(pid=message["forked"], commands=commands, life=life)
+                socket.send_fds(self.control, [_line(request)], fds)
+                pid = self._await("forked", timeout_s=START_TIMEOUT_S)
+            except (OSError, WorldError) as error:
+                commands.close()
+                life.close()
+                self.gone = True
+                raise WorldError(f"the process that forks ranks does not: {error}") from error
+        return RankProcess(pid=pid, commands=commands, life=life)
 
     def exit_code(self, pid: int, *, timeout_s: float) -> int | None:
         """How a rank ended (negative: by that signal); None where it is not known in time."""
         self.control.settimeout(timeout_s)
         try:
             while pid not in self.exit_codes:
-                self._note(self.read())
+                self._note(self._read())
         except (TimeoutError, WorldError):
             return None
         return self.exit_codes[pid]
@@ -71,27 +73,23 @@ class Zygote:
     def end_ranks(self, pids: list[int]) -> None:
         """Kill ranks and wait until they are gone; nothing happens to those that are."""
         alive = [pid for pid in pids if pid not in self.exit_codes]
+        if not alive:
+            return
         with contextlib.suppress(OSError):
-            self.control.sendall(json.dumps({"end": alive}).encode())
+            self.control.sendall(_line({"end": alive}))
         for pid in alive:
             self.exit_code(pid, timeout_s=5.0)
 
-    @property
-    def gone(self) -> bool:
-        """Whether the process is known to have ended."""
-        return self.process is not None and self.process.poll() is not None
-
     def await_ready(self) -> None:
         """Wait until it has imported what it needs. Raises `WorldError` where that fails."""
-        self.control.settimeout(START_TIMEOUT_S)
         try:
-            while "ready" not in self.read():
-                pass
+            self._await("ready", timeout_s=START_TIMEOUT_S)
         except TimeoutError as error:
             raise WorldError("the process that forks ranks does not answer") from error
 
     def stop(self) -> None:
         """End the zygote, and with it every rank it forked."""
+        self.gone = True
         self.control.close()
         if self.process is None:
             return
@@ -100,13 +98,19 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            shutil.rmtree(Path(self.address).parent, ignore_errors=True)
+        shutil.rmtree(Path(self.address).parent, ignore_errors=True)
+
+    def _await(self, what: str, *, timeout_s: float) -> int:
+        self.control.settimeout(timeout_s)
+        while what not in (message := self._read()):
+            self._note(message)
+        return message[what]
 
     def _note(self, message: dict[str, int]) -> None:
         if "exited" in message:
             self.exit_codes[message["exited"]] = message["code"]
 
-    def read(self) -> dict[str, int]:
+    def _read(self) -> dict[str, int]:
         """The next message. Raises `TimeoutError`, or `WorldError` where the zygote is gone."""
         while b"\n" not in self._pending:
             try:
@@ -114,8 +118,10 @@ class Zygote:
             except TimeoutError:
                 raise
             except OSError as error:
+                self.gone = True
                 raise WorldError(f"the process that forks ranks is gone: {error}") from error
             if not data:
+                self.gone = True
                 raise WorldError("the process that forks ranks is gone")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
@@ -129,6 +135,8 @@ _running: dict[int, Zygote] = {}
 def zygote() -> Zygote:
     """This process's zygote, started at the first call and ended with the process."""
     running = _running.get(os.getpid())
+    if running is not None and running.process is not None and running.process.poll() is not None:
+        running.gone = True
     if running is None or running.gone:
         running = _start()
         _keep(running)
@@ -147,8 +155,12 @@ def join(address: str) -> None:
     except OSError as error:
         control.close()
         raise WorldError(f"no process forks ranks at {address}: {error}") from error
-    joined = Zygote(None, control, address)
-    joined.await_ready()
+    joined = Zygote(process=None, control=control, address=address)
+    try:
+        joined.await_ready()
+    except WorldError:
+        control.close()
+        raise
     _keep(joined)
 
 
@@ -178,11 +190,16 @@ def _start() -> Zygote:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    started = Zygote(process, here, address)
+    started = Zygote(process=process, control=here, address=address)
     try:
         started.await_ready()
     except WorldError as error:
         process.kill()
         code = process.wait()
+        started.stop()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
     return started
+
+
+def _line(request: object) -> bytes:
+    return json.dumps(request).encode() + b"\n"

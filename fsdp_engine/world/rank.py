@@ -1,7 +1,7 @@
 """One rank process: import the engine, say Ready, serve commands until Stop.
 
-Imports nothing of the pool. It ends with its controller: a watcher thread waits on a pipe that
-only the controller holds open, and answers there what a controller asks of a hung rank.
+Imports nothing of the pool. It ends with its controller: a watcher thread waits on a socket whose
+other end only the controller has, and answers there what a controller asks of a hung rank.
 """
 
 from __future__ import annotations
@@ -70,14 +70,23 @@ def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Ta
             case wire.Stop():
                 return
             case wire.AskTables():
-                wire.send(commands, _tables(engine, command))
+                _answer_with(commands, _tables(engine, command))
             case wire.RunCase():
                 if dist.is_initialized():
                     # Only now do all ranks have answered: none is left alone in a collective.
                     dist.destroy_process_group()
                 log.start_case()
-                wire.send(commands, _run(engine, command, rank, tap, log))
+                _answer_with(commands, _run(engine, command, rank, tap, log))
                 gc.collect()
+
+
+def _answer_with(commands: socket.socket, reply: wire.Reply) -> None:
+    """Send a reply; what an adapter returned that is no plain data is its failure, in words."""
+    try:
+        frame = wire.frame(reply)
+    except (TypeError, ValueError) as error:
+        frame = wire.frame(_failed(error, num_collectives=0))
+    commands.sendall(frame)
 
 
 def _run(

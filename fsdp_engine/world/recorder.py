@@ -51,7 +51,7 @@ _OPERATIONS: dict[str, tuple[Operation, str]] = {
 
 
 class Recorder:
-    """One rank's record, from its construction to `close`.
+    """One rank's record of one case.
 
     `phase` is what the driver says is going on; forward and backward are told apart within an
     action by hooks on the module and by autograd itself.

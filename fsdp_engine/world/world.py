@@ -29,6 +29,9 @@ from fsdp_engine.world.processes import START_TIMEOUT_S, RankProcess, zygote
 GRACE_S = 1.0
 """How long the other ranks get to fail too after the first did."""
 
+DEATH_GRACE_S = 0.25
+"""The same after a death, which is told at once."""
+
 
 class World:
     """`size` ready ranks of one engine. `broken` after anything but an answer from every rank."""
@@ -159,11 +162,19 @@ class World:
                     rank = int(key.data)
                     stream = self._ranks[rank].commands
                     selector.unregister(stream)
+                    # A rank that stops in the middle of a frame has not answered.
+                    stream.settimeout(max(0.1, deadline - time.monotonic()))
                     try:
                         replies[rank] = wire.receive_reply(stream)
+                    except TimeoutError:
+                        continue
                     except (EOFError, ConnectionError):
                         dead.append(rank)
-                    if rank in dead or isinstance(replies[rank], wire.Failed):
+                        deadline = min(deadline, time.monotonic() + DEATH_GRACE_S)
+                        continue
+                    finally:
+                        stream.settimeout(None)
+                    if isinstance(replies[rank], wire.Failed):
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies, dead
 

@@ -12,6 +12,7 @@ Run as `python -m fsdp_engine.world.zygote FD ADDRESS`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -22,15 +23,18 @@ import shutil
 import signal
 import socket
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
+from fsdp_engine.world.registry import BUILT_IN
 
 PRELOAD = (
-    "fsdp_engine.adapters.torch_fsdp",
+    *(path.partition(":")[0] for path in BUILT_IN.values()),
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -40,6 +44,9 @@ PRELOAD = (
     "peft",
 )
 """Everything a case imports, found by comparing `sys.modules` before and after one."""
+
+BRANCH_END_S = 2.0
+"""How long forks of the zygote get to clean up after their controllers."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -109,15 +116,20 @@ class _Nursery:
             if self._listener is not None and self._listener.fileno() in readable:
                 self._branch(self._listener.accept()[0])
             if self._control.fileno() in readable:
-                message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+                try:
+                    message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+                except OSError:
+                    return  # the controller is gone with answers unread
                 if not message:
                     return
-                self._obey(json.loads(message), fds)
+                for line in message.splitlines():
+                    self._obey(json.loads(line), fds)
 
     def _branch(self, control: socket.socket) -> None:
         """Fork a nursery for another controller; it ends with that one, and with this zygote."""
         pid = self._child()
         if pid == 0:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # for the clean-up in `live`
             try:
                 _Nursery(control, self._tap).live()
             finally:
@@ -141,7 +153,15 @@ class _Nursery:
         return pid
 
     def _end(self) -> None:
-        for pid in self._children | self._branches:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._branches:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + BRANCH_END_S
+        while self._branches and time.monotonic() < deadline:
+            select.select([self._wakeup_r], [], [], deadline - time.monotonic())
+            self._branches = {pid for pid in self._branches if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        for pid in self._branches:
             os.kill(pid, signal.SIGKILL)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
@@ -174,7 +194,8 @@ class _Nursery:
                 self._branches.discard(pid)
                 continue
             self._children.discard(pid)
-            _tell(self._control, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+            with contextlib.suppress(OSError):  # the controller is gone; `_serve` sees it next
+                _tell(self._control, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
@@ -191,6 +212,9 @@ def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
         wires = Wires(commands=commands, life=life)
         serve(wires, directory=directory, rank=rank, engine_name=request["engine"], tap=tap)
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

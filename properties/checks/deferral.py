@@ -14,8 +14,7 @@ from oracles.evaluation import Evaluator
 from oracles.gradients import (
     ActionGradients,
     Findings,
-    judge_replay,
-    judge_truth,
+    judge,
     observed_gradients,
 )
 from oracles.records import TrainAction, gates, train_actions
@@ -43,7 +42,7 @@ def deferred_equals_eager(case: Case, run: Run) -> Verdict:
     other = list(observed_gradients(Evaluator(deferred_case), deferred))
     if not one:
         return not_applicable("no training action")
-    verdicts = [_oracle(shown) for shown in (*one, *other)]
+    verdicts = [judge(shown) for shown in (*one, *other)]
     for shown_eager, shown_deferred in zip(one, other, strict=False):
         verdicts.append(_agreement(shown_eager, shown_deferred))
         if any(record.stepped for record in shown_eager.action.records):
@@ -55,14 +54,6 @@ def deferred_equals_eager(case: Case, run: Run) -> Verdict:
 
 def _with_sync(case: Case, *, deferred: bool, source: ConfigSource) -> Case:
     return replace(case, engine=replace(case.engine, deferred=deferred, config_source=source))
-
-
-def _oracle(shown: ActionGradients) -> Verdict:
-    verdicts = [exactly(list(shown.mismatches))]
-    if shown.prediction is not None:
-        verdicts.append(judge_replay(shown, shown.prediction))
-        verdicts.append(judge_truth(shown, shown.prediction))
-    return combine(*verdicts)
 
 
 def _agreement(eager: ActionGradients, deferred: ActionGradients) -> Verdict:

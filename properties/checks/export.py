@@ -53,6 +53,10 @@ def match_oracle(case: Case, run: Run) -> Verdict:
             )
             full = {name: value for name, value in assembled.full.items() if value is not None}
             mismatches += assembled.mismatches
+            mismatches += [
+                Mismatch(where=f"{where} {name}", got="absent", wanted="present")
+                for name in assembled.full.keys() - full.keys()
+            ]
             if assembled.mismatches or len(full) != len(assembled.full):
                 break  # nothing to hold later exports against
             wanted = predict_trained(case, full)

@@ -8,9 +8,7 @@ from oracles.assembly import replica_mismatches
 from oracles.evaluation import Evaluator
 from oracles.gradients import (
     agreement_mismatches,
-    judge_exact,
-    judge_replay,
-    judge_truth,
+    judge,
     observed_gradients,
     start_mismatches,
 )
@@ -30,13 +28,9 @@ def match_oracle(case: Case, run: Run) -> Verdict:
     evaluator = Evaluator(case)
     verdicts = [exactly(start_mismatches(evaluator, observation))]
     for shown in observed_gradients(evaluator, observation):
-        found = [*shown.mismatches]
-        found += replica_mismatches(shown.assembled, where=f"{shown.action} gradient")
-        verdicts.append(exactly(found))
-        if shown.prediction is not None:
-            verdicts.append(judge_replay(shown, shown.prediction))
-            verdicts.append(judge_truth(shown, shown.prediction))
-            verdicts.append(judge_exact(shown, shown.prediction))
+        where = f"{shown.action} gradient"
+        verdicts.append(exactly(replica_mismatches(shown.assembled, where=where)))
+        verdicts.append(judge(shown))
     if len(verdicts) == 1 and not verdicts[0].mismatches:
         return not_applicable("no training action")
     return combine(*verdicts)

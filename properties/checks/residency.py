@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.observation import Residency
+from fsdp_engine.contract.observation import Residency, TrainRecord
 from fsdp_engine.contract.protocol import Run
 from oracles.memory import Held, held_in_full, predict_held
 from oracles.records import train_actions, uniform_gates
@@ -30,6 +30,9 @@ def matches_strategy(case: Case, run: Run) -> Verdict:
                 if place < 0:  # of an attempt that was abandoned
                     continue
                 judged = True
+                if place >= len(record.plan):
+                    mismatches.append(_one_too_many(f"{action} rank {rank}", record))
+                    break
                 bounds = held_in_full(
                     case,
                     observation.numerics,
@@ -43,6 +46,11 @@ def matches_strategy(case: Case, run: Run) -> Verdict:
     if not judged:
         return not_applicable("no residency was recorded")
     return exactly(mismatches)
+
+
+def _one_too_many(where: str, record: TrainRecord) -> Mismatch:
+    wanted = f"{len(record.plan)}, one for each micro-batch of the plan"
+    return Mismatch(where=f"{where} forward passes", got="more", wanted=wanted)
 
 
 def retained_bytes(case: Case, run: Run) -> Verdict:

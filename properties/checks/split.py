@@ -21,9 +21,7 @@ from oracles.evaluation import Evaluator
 from oracles.gradients import (
     ActionGradients,
     Findings,
-    judge_exact,
-    judge_replay,
-    judge_truth,
+    judge,
     observed_gradients,
 )
 from oracles.truth import Truth
@@ -56,7 +54,7 @@ def partition_invariance(case: Case, run: Run) -> Verdict:
         if not observation.numerics.replayable:
             return not_applicable("the engine declares that its local gradients cannot be replayed")
         shown = list(observed_gradients(Evaluator(partition), observation, truths=truths))
-        verdicts += [_oracle(one) for one in shown]
+        verdicts += [judge(one) for one in shown]
         if partition is own:
             first = shown
             truths = {
@@ -106,15 +104,6 @@ def _reversed(batch: Batch) -> Batch:
         ranks.append(tuple(left[: len(rank)]))
         del left[: len(rank)]
     return Batch(ranks=tuple(ranks))
-
-
-def _oracle(shown: ActionGradients) -> Verdict:
-    verdicts = [exactly(list(shown.mismatches))]
-    if shown.prediction is not None:
-        verdicts.append(judge_replay(shown, shown.prediction))
-        verdicts.append(judge_truth(shown, shown.prediction))
-        verdicts.append(judge_exact(shown, shown.prediction))
-    return combine(*verdicts)
 
 
 def _same(first: ActionGradients, other: ActionGradients) -> Verdict:

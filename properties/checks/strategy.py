@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fsdp_engine.contract.case import MAX_WORLD_SIZE, Case
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.limits import MAX_WORLD_SIZE
 from fsdp_engine.contract.protocol import Answer, Run
 from oracles.sharding import mesh_shape, strategy_name
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
@@ -18,13 +19,13 @@ STRATEGY_QUESTIONS: tuple[tuple[int, bool], ...] = tuple(
     (ndim, zero3) for ndim in range(5) for zero3 in (True, False)
 )
 
-_NOT_OFFERED = ("Unsupported", "UnsupportedCase", "NotImplementedError")
+_NOT_OFFERED = "UnsupportedCase"
 
 
 def mesh_is_total(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table for all cases
     """Worlds 1 to 64, sizes -2 to 70: a mesh of the whole world, or a ConfigError naming the size.
 
-    Not applicable to an engine that answers every question with "not offered".
+    Not applicable to an engine that answers every question with `UnsupportedCase`.
     """
     answers = run.tables(mesh_shapes=MESH_QUESTIONS).mesh_shapes
     if _none_offered(answers):
@@ -40,7 +41,7 @@ def mesh_is_total(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table for
 def strategy_is_total(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table for all cases
     """Mesh ndim 0 to 4, ZeRO-3 or ZeRO-2: a strategy for 1 and 2, else a NotImplementedError.
 
-    Not applicable to an engine that answers every question with "not offered".
+    Not applicable to an engine that answers every question with `UnsupportedCase`.
     """
     answers = run.tables(strategies=STRATEGY_QUESTIONS).strategies
     if _none_offered(answers):
@@ -54,7 +55,7 @@ def strategy_is_total(case: Case, run: Run) -> Verdict:  # noqa: ARG001  a table
 
 
 def _none_offered(answers: tuple[Answer, ...]) -> bool:
-    return all(answer.error_kind in _NOT_OFFERED for answer in answers)
+    return all(answer.error_kind == _NOT_OFFERED for answer in answers)
 
 
 def _differs(

@@ -13,15 +13,9 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from fsdp_engine.contract.case import (
-    Batch,
-    LossMode,
-    OptionalPart,
-    Planning,
-    Sequence,
-    Static,
-    TokenBudget,
-)
+from fsdp_engine.contract.case import Batch, LossMode, Planning, Sequence, Static, TokenBudget
+from fsdp_engine.contract.limits import MAX_LENGTH
+from fsdp_engine.contract.model import OptionalPart
 
 Local: TypeAlias = list[Sequence]
 
@@ -95,7 +89,10 @@ def made_exact(batch: Batch, loss_mode: LossMode) -> Batch:
     sequences = list(batch.sequences)
     if loss_mode == "token-mean":
         missing = _next_power(batch.loss_tokens) - batch.loss_tokens
-        sequences[0] = _with_more(sequences[0], missing)
+        for index, one in enumerate(sequences):
+            more = min(missing, MAX_LENGTH - one.loss_tokens)
+            sequences[index] = _with_more(one, more)
+            missing -= more
     elif loss_mode.startswith("seq-mean"):
         bearing = [index for index, one in enumerate(sequences) if one.loss_tokens]
         for index in bearing[_next_power(len(bearing) + 1) // 2 :]:

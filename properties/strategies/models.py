@@ -7,7 +7,7 @@ from typing import get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fsdp_engine.contract.case import (
+from fsdp_engine.contract.model import (
     LANGUAGE_FAMILIES,
     TORCH_FAMILIES,
     Family,

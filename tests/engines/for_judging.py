@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from fsdp_engine.adapters.torch_fsdp import Fsdp2Trainee, TorchFsdp2
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.protocol import LocalShard, RankContext
+from fsdp_engine.contract.protocol import LocalShard, RankContext, Run
+from oracles.verdict import Verdict
 
 
 class _Doubled(Fsdp2Trainee):
@@ -30,3 +31,8 @@ class RefusesAll(TorchFsdp2):
 
     def supports(self, case: Case) -> str | None:
         return f"not in the mood for {case.mesh.world_size} ranks"
+
+
+def raising_check(case: Case, run: Run) -> Verdict:  # noqa: ARG001  raises before it looks
+    """A check that is broken itself."""
+    raise KeyError("a mistake in the check")

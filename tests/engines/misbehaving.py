@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -168,3 +169,16 @@ class Talkative(TorchFsdp2):
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
         return _TalkativeTrainee(super().build(case, rank).module, case)
+
+
+class _TensorLossTrainee(Fsdp2Trainee):
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        losses = super().forward_backward(batch, loss)
+        return Losses(total=cast(float, torch.tensor(losses.total)), plan=losses.plan)
+
+
+class ReturnsATensor(TorchFsdp2):
+    """The total loss is a tensor, which is no plain data."""
+
+    def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
+        return _TensorLossTrainee(super().build(case, rank).module, case)

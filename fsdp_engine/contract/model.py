@@ -1,0 +1,83 @@
+"""The model of a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdp_engine.contract.limits import (
+    MAX_UNITS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    require,
+    require_between,
+)
+
+Family: TypeAlias = Literal["linear", "mlp", "embedding", "llama", "qwen2", "mixtral"]
+Frozen: TypeAlias = Literal["none", "first_unit", "biases"]
+OptionalPart: TypeAlias = Literal["none", "parameter", "unit"]
+
+TORCH_FAMILIES: tuple[Family, ...] = ("linear", "mlp", "embedding")
+LANGUAGE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mixtral")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model to build: `units` wrapped blocks and a root that owns everything else.
+
+    `linear`: blocks of one square layer over drawn features. `mlp`: residual blocks of two layers.
+    `embedding`: the same over an embedding, with a head that may be tied to it. The language
+    families are the ones of `transformers`, built from a config. `optional` is what only gated
+    sequences use: a `parameter` inside the last unit or the last `unit` itself.
+    `lora_rank` 0 is no adapter; else every linear layer of the units gets one, A and B non-zero.
+    """
+
+    family: Family = "linear"
+    units: int = 1
+    width: int = 4
+    hidden: int = 4
+    vocab: int = 4
+    bias: bool = False
+    tied: bool = False
+    frozen: Frozen = "none"
+    buffers: bool = False
+    optional: OptionalPart = "none"
+    lora_rank: int = 0
+    lora_alpha: int = 2
+
+    def __post_init__(self) -> None:
+        require_between("model.units", self.units, 1, MAX_UNITS)
+        require_between("model.width", self.width, 1, MAX_WIDTH)
+        require_between("model.hidden", self.hidden, 1, MAX_WIDTH)
+        require_between("model.vocab", self.vocab, 1, MAX_VOCAB)
+        require_between("model.lora_rank", self.lora_rank, 0, 64)
+        require_between("model.lora_alpha", self.lora_alpha, 0, 1024)
+        if self.family in LANGUAGE_FAMILIES:
+            plain = self.optional == "none" and not self.buffers and not self.bias
+            require(plain, "model", self, "optional, buffers and bias belong to the torch families")
+            require(self.width % 4 == 0, "model.width", self.width, "language: a multiple of 4")
+            require(self.frozen != "biases", "model.frozen", self.frozen, "language: no biases")
+        if self.tied:
+            require(
+                self.family not in ("linear", "mlp"),
+                "model.tied",
+                self.tied,
+                f"{self.family} has no embedding to tie",
+            )
+        if self.frozen == "biases":
+            require(self.bias, "model.frozen", self.frozen, "biases are frozen where bias is on")
+        if self.lora_rank:
+            require(
+                self.frozen == "none" and self.optional == "none",
+                "model.lora_rank",
+                self.lora_rank,
+                "an adapter freezes the base itself; frozen and optional stay none",
+            )
+
+    @property
+    def is_language(self) -> bool:
+        return self.family in LANGUAGE_FAMILIES
+
+    @property
+    def takes_tokens(self) -> bool:
+        return self.family not in ("linear", "mlp")
