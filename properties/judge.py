@@ -24,7 +24,7 @@ from properties.catalog import Check, property_id
 from properties.known_issues import KnownIssue, known_issue
 from properties.outcome import Ending, ending_of, inconclusive
 from properties.report import Tally
-from properties.repro import source_of, write_repro
+from properties.repro import remove_repro, repro_path, source_of, write_repro
 
 MAX_MISMATCHES = 5
 MAX_HANGS = 3
@@ -84,6 +84,7 @@ class Judge:
     hangs: Hangs
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
+    _kept: dict[str, Path] = field(default_factory=dict)
     _hangs: int = 0
 
     def __repr__(self) -> str:
@@ -105,6 +106,7 @@ class Judge:
             failure = self._judged(check, case, name)
         if failure is not None:
             self._failures[key] = failure
+            self._keep_only(name, case)
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
 
@@ -144,9 +146,20 @@ class Judge:
                 tally.add_judged(case, verdict, None)
                 _climb(verdict.margin, name)
                 return None
-        path = write_repro(self.repro_folder, case, property_id=name, engine=self.engine)
+        path = repro_path(self.repro_folder, case, name)
         message = failure_message(case, verdict, name=name, engine=self.engine, path=path)
         return _Failure(kind=failure_class(name, ending.how), message=message)
+
+    def _keep_only(self, name: str, case: Case) -> None:
+        """Write the files of the failure at hand; those of a search's larger cases go.
+
+        A search ends by judging its smallest case once more, so its files are the ones that stay.
+        """
+        path = write_repro(self.repro_folder, case, property_id=name, engine=self.engine)
+        before = self._kept.get(name, path)
+        if before != path:
+            remove_repro(before)
+        self._kept[name] = path
 
     def _confirmed(self, check: Check, case: Case) -> Ending:
         """How the case ends in a warm world; anything but a pass is repeated in a fresh one."""

@@ -94,11 +94,22 @@ def read_text(path: Path) -> str:
     return content.decode()
 
 
-def write_repro(folder: Path, case: Case, *, property_id: str, engine: str) -> Path:
-    """Write `<case id>-<property>.json` and `.py` into the folder; the path of the first."""
-    folder.mkdir(parents=True, exist_ok=True)
+def repro_path(folder: Path, case: Case, property_id: str) -> Path:
+    """Where the case file of a failure goes: `<case id>-<property>.json`."""
     slug = re.sub(r"[^A-Za-z0-9_.]+", "-", property_id)
-    path = folder / f"{case_id(case)[:12]}-{slug}.json"
+    return folder / f"{case_id(case)[:12]}-{slug}.json"
+
+
+def remove_repro(path: Path) -> None:
+    """Remove a case file and its script, where they are there."""
+    for suffix in (".json", ".py"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def write_repro(folder: Path, case: Case, *, property_id: str, engine: str) -> Path:
+    """Write the case file and, beside it, the script; the path of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = repro_path(folder, case, property_id)
     path.write_text(case_file_text(case, property_id), encoding="utf-8")
     script = _script(case, property_id=property_id, engine=engine)
     path.with_suffix(".py").write_text(script, encoding="utf-8")

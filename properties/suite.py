@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,10 +135,13 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
     with_settings = settings_of(search.profile, root=search.root, key=search.key)
     searched = seeded(with_settings(hypothesis.given(case=cases)(test)))
     failure: PropertyFailure | None = None
-    try:
-        searched(judge=judge)
-    except PropertyFailure as error:
-        failure = _told_briefly(error)
+    with warnings.catch_warnings():
+        # Hypothesis prints the arguments of a failure; its message has the case already.
+        warnings.filterwarnings("ignore", message="Generating overly large repr")
+        try:
+            searched(judge=judge)
+        except PropertyFailure as error:
+            failure = _told_briefly(error)
     if failure is not None:
         raise failure
 
