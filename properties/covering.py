@@ -237,6 +237,19 @@ def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
     return tuple(chosen[index * len(chosen) // count] for index in range(count))
 
 
+def varied(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
+    """At most `count` of the rows, each next one with as many values not yet seen as there are."""
+    left = list(rows)
+    chosen: list[Axes] = []
+    seen: set[tuple[str, str]] = set()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda row: len(set(row.items()) - seen))
+        left.remove(best)
+        chosen.append(best)
+        seen |= set(best.items())
+    return tuple(chosen)
+
+
 def pairs_judged(rows: Iterable[Axes], *, max_world_size: int) -> frozenset[Combination]:
     """The feasible pairs the rows of judged cases cover."""
     covered: set[Combination] = set()

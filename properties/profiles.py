@@ -19,7 +19,7 @@ class Profile:
     """Sizes of a run.
 
     `strength` values of the main axes are combined in the covering array. A suite takes at most
-    `main_rows` (the suite that judges all pairs) or `rows` of the array and draws `examples` cases
+    `main_rows` (the suite that judges all pairs) or `rows` of the array, the most varied, and draws `examples` cases
     in each; a suite over a table takes `table_cases` of it. Worlds have at most `max_world_size`
     ranks.
     """
@@ -52,7 +52,7 @@ PROFILES: dict[str, Profile] = {
             strength=2,
             max_world_size=4,
             main_rows=1000,
-            rows=8,
+            rows=11,
             examples=2,
             table_cases=1000,
             case_timeout_s=13.0,

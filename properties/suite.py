@@ -20,7 +20,7 @@ import pytest
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
-from properties.covering import Axes, RowFilter, axes_of, covering_array, spread
+from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
 from properties.profiles import Profile, settings_of
 
@@ -53,15 +53,17 @@ class Suite(Protocol):
 class _Rows:
     where: RowFilter
     main: bool
+    given: bool
 
     def items(self, profile: Profile) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else profile.rows
-        return spread(filter(self.where, array), count=count)
+        return varied(filter(self.where, array), count=count)
 
     def takes(self, case: Case) -> bool:
         row = axes_of(case)
-        return not case.engine.overrides and (row is None or self.where(row))
+        fits = row is None or self.where(row)
+        return self.given and fits and not case.engine.overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,16 @@ class _Table:
 
 
 def over_rows(
-    draw: Drawing, *, where: RowFilter = lambda _: True, main: bool = False
+    draw: Drawing,
+    *,
+    where: RowFilter = lambda _: True,
+    main: bool = False,
+    given: bool = True,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
-    `main` takes as many rows as the profile allows a suite at all.
+    `main` takes as many rows as the profile allows a suite at all. With `given` False the suite
+    takes no cases given by the user: another one of the same property does.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
 
@@ -93,7 +100,7 @@ def over_rows(
             else:
                 _search(test, draw(row), judge, search)
 
-        return _as_suite(test, run, _Rows(where=where, main=main))
+        return _as_suite(test, run, _Rows(where=where, main=main, given=given))
 
     return decorate
 

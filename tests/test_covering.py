@@ -19,6 +19,7 @@ from properties.covering import (
     is_possible,
     pairs_judged,
     spread,
+    varied,
 )
 from properties.profiles import PROFILES, Profile
 from properties.strategies.cases import any_cases
@@ -105,3 +106,11 @@ def test_cases_outside_the_axes_cover_nothing() -> None:
 def test_spread_keeps_the_order_and_the_ends_apart() -> None:
     assert spread(range(10), count=3) == (0, 3, 6)
     assert spread(range(2), count=3) == (0, 1)
+
+
+def test_a_few_varied_rows_have_every_value() -> None:
+    array = covering_array(strength=2, max_world_size=4)
+    chosen = varied(array, count=PROFILES["default"].rows)
+    for name, values in factors(max_world_size=4).items():
+        assert {getattr(row, name) for row in chosen} == set(values)
+    assert varied(array[:2], count=5) == array[:2]

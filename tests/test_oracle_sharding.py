@@ -142,6 +142,6 @@ def test_wrong_strategy_fails(question: tuple[int, bool], answer: Answer) -> Non
 
 
 def test_an_option_that_is_not_offered_is_not_judged() -> None:
-    refused = Answer(value=None, error_kind="NotImplementedError", error="no size option")
+    refused = Answer(value=None, error_kind="UnsupportedCase", error="no size option")
     run = Answers(mesh_answer=lambda *_: refused)
     assert strategy.mesh_is_total(CASE, run).outcome == "not_applicable"

@@ -115,6 +115,7 @@ def test_an_engine_that_refuses_everything_is_no_pass(tmp_path: Path) -> None:
         (("--profile", "huge"), "--profile: 'huge' is unknown"),
         (("--hypothesis-seed", "x"), "'x'"),
         (("--cases", "missing.json"), "missing.json"),
+        (("--report-json", "/proc/report.json"), "--report-json /proc/report.json"),
     ],
 )
 def test_a_bad_option_ends_the_session_at_once(
@@ -126,9 +127,18 @@ def test_a_bad_option_ends_the_session_at_once(
     assert "INTERNALERROR" not in ran.stdout + ran.stderr
 
 
-def test_bad_cases_are_named(tmp_path: Path) -> None:
+def test_a_bad_case_is_a_failing_test_and_the_others_are_judged(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
-    bad.write_text(canonical_json(CASE).replace('"fsdp2"', '"fsdp3"'))
-    ran = _session(tmp_path, "--cases", str(bad))
-    assert ran.returncode == 4
-    assert "case.engine.strategy: 'fsdp3'" in ran.stdout + ran.stderr
+    wrong = canonical_json(CASE).replace('"fsdp2"', '"fsdp3"')
+    bad.write_text(f"[{wrong}, {canonical_json(CASE)}]")
+    report = tmp_path / "out" / "report.json"
+    ran = _session(
+        tmp_path,
+        *("--engine", GOOD, "--cases", str(bad), "-k", "match_oracle or broken"),
+        *("--report-json", str(report)),
+    )
+    assert ran.returncode == 1
+    assert "bad.json, case 0: case.engine.strategy: 'fsdp3'" in ran.stdout
+    assert "1 failed, 1 passed" in ran.stdout
+    (entry,) = _report(tmp_path)["properties"]
+    assert (entry["verdict"], entry["judged"]) == ("pass", 1)
