@@ -19,9 +19,9 @@ class Profile:
     """Sizes of a run.
 
     `strength` values of the main axes are combined in the covering array. A suite takes at most
-    `main_rows` (the suite that judges all pairs) or `rows` of the array, the most varied, and draws `examples` cases
-    in each; a suite over a table takes `table_cases` of it. Worlds have at most `max_world_size`
-    ranks.
+    `main_rows` (the suite that judges all pairs) or `rows` of the array, the most varied, and draws
+    `examples` cases in each; a suite over a table takes `table_cases` of it. Worlds have at most
+    `max_world_size` ranks.
     """
 
     name: str

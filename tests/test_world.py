@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,11 +19,10 @@ from fsdp_engine.contract.errors import (
     WorldError,
 )
 from fsdp_engine.contract.observation import Observation, TrainRecord
-from fsdp_engine.world import processes
 from fsdp_engine.world.pool import WorldPool
 from tests.engines.misbehaving import BAD_SEED
 from tests.engines.slow_import import IMPORT_TIME_S
-from tests.world_cases import world_case
+from tests.world_cases import pids_of, wait_until_gone, world_case
 
 MISBEHAVING = "tests.engines.misbehaving:"
 HANG_TIMEOUT_S = 5.0
@@ -39,23 +34,6 @@ def notes(observation: Observation, rank: int = 0) -> tuple[str, ...]:
     record = observation.ranks[rank].records[0]
     assert isinstance(record, TrainRecord)
     return record.notes
-
-
-def pids_of(pool: WorldPool) -> list[int]:
-    assert pool._warm is not None
-    return [rank.pid for rank in pool._warm._ranks]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Return when no process has these ids; fail where one is left after a long time."""
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        ended, _, _ = select.select([handle], [], [], LONG_S)
-        os.close(handle)
-        assert ended, f"process {pid} is left"
 
 
 @pytest.fixture(scope="module")
@@ -229,76 +207,6 @@ def test_tables_need_no_ranks() -> None:
     ]
     assert tables.strategies[2].error_kind == "NotImplementedError"
     assert "ndim 3" in str(tables.strategies[2].error)
-
-
-def test_nothing_is_left_after_close() -> None:
-    pool = WorldPool("torch_fsdp2")
-    pool(world_case())
-    assert pool._warm is not None
-    pids, directory = pids_of(pool), pool._warm._directory
-    assert directory.stat().st_mode & 0o777 == 0o700
-    assert not list(directory.glob("store*"))
-    pool.close()
-    wait_until_gone(pids)
-    assert not directory.exists()
-
-
-def test_ranks_listen_on_the_loopback_only(remembering: WorldPool) -> None:
-    remembering(world_case())
-    inodes = {
-        link.readlink().name.removeprefix("socket:[").removesuffix("]")
-        for pid in pids_of(remembering)
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-    }
-    listening = [
-        fields[1].partition(":")[0]
-        for table in ("tcp", "tcp6")
-        for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
-        if fields[3] == "0A" and fields[9] in inodes
-    ]
-    assert listening
-    assert set(listening) == {"0100007F"}
-
-
-CONTROLLER = """
-import sys
-from fsdp_engine.world import processes
-from fsdp_engine.world.pool import WorldPool
-from tests.world_cases import world_case
-
-for address in sys.argv[1:]:
-    processes.join(address)
-pool = WorldPool("tests.engines.misbehaving:Hangs", case_timeout_s=600.0)
-pool(world_case())
-own = [process.pid for process in [processes.zygote().process] if process]
-print(*own, *(rank.pid for rank in pool._warm._ranks), pool._warm._directory)
-sys.stdout.flush()
-pool(world_case(seed=666))
-"""
-
-
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_their_controller(how: signal.Signals, *, joins: bool) -> None:
-    addresses = [processes.zygote().address] if joins else []
-    with subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, *addresses],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parent.parent,
-    ) as controller:
-        assert controller.stdout is not None
-        *pids, directory = controller.stdout.readline().split()
-        controller.send_signal(how)
-        assert controller.wait(LONG_S) != 0
-    assert len(pids) == (2 if joins else 3)
-    wait_until_gone([int(pid) for pid in pids])
-    assert not Path(directory.decode()).exists()
-
-
-def test_joining_an_address_where_nobody_listens(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match="no process forks ranks at"):
-        processes.join(str(tmp_path / "address"))
 
 
 def test_nonsense_on_the_wire_is_a_world_error() -> None:

@@ -1,14 +1,20 @@
-"""Cases for the tests of worlds and torch adapters, on meshes of real ranks."""
+"""Cases for the tests of worlds and torch adapters, and a look at a pool's rank processes."""
 
 from __future__ import annotations
 
+import os
+import select
 from typing import Any
 
 from fsdp_engine.contract.case import Batch, Case, EngineOptions, Mesh, Sequence, Strategy
 from fsdp_engine.contract.model import Model
+from fsdp_engine.world.pool import WorldPool
 
 ROOT_AND_TWO_UNITS = Model(family="embedding", units=2, width=8, hidden=12, vocab=61, bias=True)
 """1461 parameters: 212 in each of two units, 1037 in the root."""
+
+
+LONG_S = 60.0
 
 
 def world_case(
@@ -33,3 +39,20 @@ def world_case(
         strategy=strategy, reshard_after_forward=reshard_after_forward, deferred=deferred
     )
     return Case(mesh=shape, batches=(Batch(ranks=ranks),), **({"engine": options} | fields))
+
+
+def pids_of(pool: WorldPool) -> list[int]:
+    assert pool._warm is not None
+    return [rank.pid for rank in pool._warm._ranks]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Return when no process has these ids; fail where one is left after a long time."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([handle], [], [], LONG_S)
+        os.close(handle)
+        assert ended, f"process {pid} is left"

@@ -204,6 +204,11 @@ def _no_shard_refusal(case: Case) -> str | None:
             "FSDP1 on one rank rounds the gradients' running sum to the reduce dtype at every "
             "micro-batch (torch defect, NO_SHARD)"
         )
+    if model.tied and model.lora_rank:
+        return (
+            "FSDP1 on one rank asserts in forward where a tied parameter's unit is wholly frozen "
+            "(torch defect, `_use_unsharded_views`)"
+        )
     exports = any(isinstance(action, Export) for action in case.program)
     if exports and (model.lora_rank or model.frozen == "first_unit"):
         return (
