@@ -238,15 +238,20 @@ def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
 
 
 def varied(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
-    """At most `count` of the rows, each next one with as many values not yet seen as there are."""
+    """At most `count` of the rows: each next one has the most values, then pairs, not yet seen."""
     left = list(rows)
     chosen: list[Axes] = []
-    seen: set[tuple[str, str]] = set()
+    values: set[tuple[str, str]] = set()
+    pairs: set[Combination] = set()
     while left and len(chosen) < count:
-        best = max(left, key=lambda row: len(set(row.items()) - seen))
+        best = max(
+            left,
+            key=lambda row: (len(set(row.items()) - values), len(row.combinations(2) - pairs)),
+        )
         left.remove(best)
         chosen.append(best)
-        seen |= set(best.items())
+        values |= set(best.items())
+        pairs |= best.combinations(2)
     return tuple(chosen)
 
 

@@ -6,7 +6,7 @@ from fsdp_engine.contract.case import Case
 from properties.checks import residency
 from properties.judge import Judge
 from properties.strategies.cases import cases
-from properties.strategies.regions import many_ranks
+from properties.strategies.regions import deferring, many_ranks
 from properties.suite import over_rows
 
 
@@ -15,6 +15,6 @@ def test_matches_strategy(case: Case, judge: Judge) -> None:
     judge(residency.matches_strategy, case)
 
 
-@over_rows(cases, where=many_ranks)
+@over_rows(cases, where=deferring)
 def test_retained_bytes(case: Case, judge: Judge) -> None:
     judge(residency.retained_bytes, case)

@@ -149,7 +149,7 @@ class _OrdersByRank(FsdpEngine):
 
 
 class GatheredTwice(Planted):
-    """Every unit of FSDP2 is gathered and freed once more between forward and backward."""
+    """Every unit of FSDP2 is gathered and freed once more when backward begins."""
 
     def plant_faults(self, case: Case) -> None:  # noqa: ARG002
         plant(engine_module, "GradientSync", _GathersAgain)
@@ -158,8 +158,10 @@ class GatheredTwice(Planted):
 class _GathersAgain(GradientSync):
     def before_backward(self, number: int, count: int, loss: Tensor) -> None:
         super().before_backward(number, count, loss)
-        if isinstance(self._module, FSDPModule):
-            for module in self._module.modules():
-                if isinstance(module, FSDPModule) and module is not self._module:
-                    module.unshard()
-                    module.reshard()
+        loss.register_hook(self._gather_again)  # type: ignore[no-untyped-call]  # so in torch
+
+    def _gather_again(self, _: Tensor) -> None:
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule) and module is not self._module:
+                module.unshard()
+                module.reshard()
