@@ -70,7 +70,7 @@ def test_given_cases_are_judged_by_all_that_applies(tmp_path: Path, workers: str
 def test_a_failure_is_shrunk_written_and_ends_with_the_command(tmp_path: Path) -> None:
     ran = _session(
         tmp_path,
-        *("--engine", WRONG, "--profile", "smoke", "-n", "0", "-k", "match_oracle and line2"),
+        *("--engine", WRONG, "-n", "0", "-k", "match_oracle and fsdp2 and line2 and not steps"),
         *("--report-json", str(tmp_path / "out" / "report.json"), "-x"),
     )
     assert ran.returncode == 1, ran.stdout
