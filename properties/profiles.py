@@ -42,9 +42,9 @@ PROFILES: dict[str, Profile] = {
             strength=2,
             max_world_size=4,
             main_rows=8,
-            rows=2,
+            rows=1,
             examples=2,
-            table_cases=3,
+            table_cases=2,
             case_timeout_s=10.0,
         ),
         Profile(
