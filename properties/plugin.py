@@ -18,10 +18,9 @@ from properties import profiles
 from properties.covering import Axes
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
+from properties.replay import DEFAULT_ENGINE
 from properties.session import SESSION, WORKER_SEED, WORKER_ZYGOTE, Reporter, Session
 from properties.suite import Search, Suite
-
-DEFAULT_ENGINE = "reference"
 
 _TALLIES = pytest.StashKey[dict[str, Any]]()
 
