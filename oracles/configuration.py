@@ -9,18 +9,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from fsdp_engine.contract.case import (
-    Action,
-    Batch,
-    Case,
-    EngineOptions,
-    Mesh,
-    Optimizer,
-    Scalar,
-    Sequence,
-    Strategy,
-    Train,
-)
+from fsdp_engine.contract.actions import Action, Train
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case, EngineOptions, Mesh, Optimizer, Scalar, Strategy
 from fsdp_engine.contract.model import Model
 from oracles.verdict import Mismatch
 

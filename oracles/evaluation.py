@@ -6,7 +6,7 @@ What is run over which sequences, and how the loss is normalised, is each side's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -101,6 +101,11 @@ class Evaluator:
     def trainable(self) -> frozenset[str]:
         """Names of the parameters that take gradients."""
         return frozenset(name for name, p in self._parameters.items() if p.requires_grad)
+
+    def freeze(self, names: Collection[str]) -> None:
+        """From now on exactly these parameters take no gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(name not in names)
 
     @contextmanager
     def loaded(self, weights: Weights, arithmetic: Arithmetic) -> Iterator[None]:

@@ -24,7 +24,8 @@ from oracles.compare import (
     compare_with_replay,
     compare_with_truth,
 )
-from oracles.evaluation import Evaluator, Weights
+from oracles.evaluation import Evaluator
+from oracles.moments import moments
 from oracles.plans import numerics_mismatches, plan_mismatches
 from oracles.prediction import Prediction, effective_numerics, predict
 from oracles.records import TrainAction, train_actions
@@ -82,8 +83,14 @@ def observed_gradients(
     `truths` by batch index replace this case's own: for the same sequences in another partition.
     """
     case = evaluator.case
-    weights: Weights = evaluator.weights
-    for action in train_actions(case, observation):
+    actions = {action.index: action for action in train_actions(case, observation)}
+    for moment in moments(evaluator, observation):
+        if moment.index not in actions:
+            if moment.after is None:
+                return  # another check accuses; from here on there are no weights to go from
+            continue
+        action = actions[moment.index]
+        evaluator.freeze(moment.before.frozen)
         numerics = effective_numerics(observation.numerics, action)
         assembled = assemble(
             [record.gradients for record in action.records],
@@ -98,40 +105,13 @@ def observed_gradients(
         prediction = None
         if not mismatches:
             known = (truths or {}).get(action.batch)
-            prediction = predict(evaluator, action, numerics, weights, known)
+            prediction = predict(evaluator, action, numerics, moment.before.weights, known)
         yield ActionGradients(
             action=action,
             assembled=assembled,
             prediction=prediction,
-            mismatches=(*mismatches, *assembled.mismatches),
+            mismatches=(*mismatches, *assembled.mismatches, *moment.mismatches),
         )
-        stepped = [record.stepped for record in action.records]
-        if any(stepped):
-            after = assemble(
-                [record.parameters for record in action.records],
-                mesh=case.mesh,
-                shapes=evaluator.shapes,
-                where=f"{action} parameter",
-            )
-            absent = [name for name, tensor in after.full.items() if tensor is None]
-            if after.mismatches or absent:
-                yield _without_weights(action, after, absent)
-                return
-            weights = {name: tensor for name, tensor in after.full.items() if tensor is not None}
-
-
-def _without_weights(action: TrainAction, after: Assembled, absent: list[str]) -> ActionGradients:
-    """What a step left is no set of weights: nothing after it can be predicted."""
-    where = f"{action} parameter after the step"
-    missing = [
-        Mismatch(where=f"{where}, {name}", got="absent", wanted="present") for name in absent
-    ]
-    return ActionGradients(
-        action=action,
-        assembled=after,
-        prediction=None,
-        mismatches=(*after.mismatches, *missing),
-    )
 
 
 def judge(shown: ActionGradients) -> Verdict:

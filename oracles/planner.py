@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.contract.case import Batch, Planning, Static
+from fsdp_engine.contract.batch import Batch, Planning, Static
 from oracles.verdict import Mismatch
 
 Plan = tuple[tuple[int, ...], ...]

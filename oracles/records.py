@@ -13,12 +13,17 @@ PASSES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainAction:
-    """One training action of the program: its place, its batch, every rank's record in order."""
+    """One training action of the program: its place, its batch, every rank's record in order.
+
+    `after_training`: it is the first action or right after another training action.
+    `frozen_as_built`: no freeze or unfreeze came before.
+    """
 
     index: int
     batch: int
     records: tuple[TrainRecord, ...]
     after_training: bool
+    frozen_as_built: bool
 
     def __str__(self) -> str:
         return f"action {self.index} (train)"
@@ -42,9 +47,10 @@ class TrainAction:
 
 
 def train_actions(case: Case, observation: Observation) -> tuple[TrainAction, ...]:
-    """The program's training actions. `after_training`: the first one or right after another."""
+    """The program's training actions, those with a non-finite loss left out."""
     actions = []
     previous = "train"
+    frozen_as_built = True
     for index, action in enumerate(case.program):
         if action.kind == "train":
             records = []
@@ -58,10 +64,18 @@ def train_actions(case: Case, observation: Observation) -> tuple[TrainAction, ..
                     batch=action.batch,
                     records=tuple(records),
                     after_training=previous == "train",
+                    frozen_as_built=frozen_as_built,
                 )
             )
         previous = action.kind
+        frozen_as_built &= action.kind not in ("freeze", "unfreeze")
     return tuple(actions)
+
+
+def actions_as_built(case: Case, observation: Observation) -> tuple[TrainAction, ...]:
+    """The training actions up to the first freeze or unfreeze."""
+    actions = train_actions(case, observation)
+    return tuple(action for action in actions if action.frozen_as_built)
 
 
 def gates(case: Case, action: TrainAction) -> tuple[tuple[bool, ...], ...]:
@@ -75,8 +89,11 @@ def gates(case: Case, action: TrainAction) -> tuple[tuple[bool, ...], ...]:
 def uniform_gates(case: Case, action: TrainAction) -> tuple[bool, ...] | None:
     """The gates that all ranks share; None where they differ.
 
-    A case without an optional part is gated throughout.
+    A case without an optional part is gated throughout. With one of two parts in use the gates say
+    too little: None as well.
     """
+    if case.model.optional == "either":
+        return None
     if case.model.optional == "none":
         counts = {len(record.plan) for record in action.records}
         return (True,) * counts.pop() if len(counts) == 1 else None

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from fsdp_engine.contract.case import Batch, Case
+from fsdp_engine.contract.batch import Batch
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.workload.batches import MicroBatch, local_batch
 from fsdp_engine.workload.models import TORCH_DTYPES

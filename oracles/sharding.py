@@ -9,7 +9,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from fsdp_engine.contract.case import Batch, Case, Dtype, Mesh, Sequence
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case, Dtype, Mesh
 from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model, unit_names, unit_of
 
@@ -122,7 +123,7 @@ def _layouts_of(model: Model) -> tuple[UnitLayout, ...]:
             name=name,
             shape=tuple(parameter.shape),
             trainable=parameter.requires_grad,
-            optional=model.optional == "parameter" and name.endswith(".extra"),
+            optional=name.endswith((".extra", ".other")),
         )
         members[unit_of(case, name)].append(layout)
     units: list[UnitLayout] = []

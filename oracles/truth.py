@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_engine.contract.case import Batch, Case, LossMode
+from fsdp_engine.contract.batch import Batch
+from fsdp_engine.contract.case import Case, LossMode
 from fsdp_engine.workload.batches import MicroBatch, global_batch
 from oracles.arrays import Float64, float64_of
 from oracles.evaluation import FLOAT64, Evaluator, Weights

@@ -9,6 +9,13 @@ Outcome: TypeAlias = Literal["pass", "fail", "inconclusive", "not_applicable"]
 MarginKind: TypeAlias = Literal["exact", "rigorous", "calibrated"]
 
 
+NOT_REPLAYABLE = (
+    "local gradients cannot be replayed: the engine declares it, or the probe at the start of the "
+    "session found it for the compute dtype"
+)
+"""Why a comparison with replay is not applicable."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """One thing that is not as it should be.

@@ -221,7 +221,7 @@ def _mesh_name(mesh: Mesh) -> str:
 def _kind_of(model: Model) -> str:
     """The first of these features the model has; its family where it has none."""
     if model.optional != "none":
-        return f"optional_{model.optional}"
+        return "optional_unit" if model.optional == "unit" else "optional_parameter"
     if model.frozen != "none":
         return "frozen"
     if model.tied:

@@ -19,7 +19,14 @@ from properties.covering import Axes
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.replay import DEFAULT_ENGINE
-from properties.session import SESSION, WORKER_SEED, WORKER_ZYGOTE, Reporter, Session
+from properties.session import (
+    SESSION,
+    WORKER_SEED,
+    WORKER_UNREPLAYABLE,
+    WORKER_ZYGOTE,
+    Reporter,
+    Session,
+)
 from properties.suite import Search, Suite
 
 _TALLIES = pytest.StashKey[dict[str, Any]]()
@@ -79,13 +86,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [
         f"engine: {report.engine} on {report.device} ({versions})",
         f"profile: {report.profile}, seed: {report.seed} (to repeat: --hypothesis-seed)",
+        *report.probe_lines(),
     ]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker of xdist the session's seed, and the process its ranks are forked from."""
-    node.workerinput[WORKER_SEED] = node.config.stash[SESSION].seed
+    """Tell a worker of xdist the session's seed and probe, and what its ranks are forked from."""
+    session = node.config.stash[SESSION]
+    node.workerinput[WORKER_SEED] = session.seed
+    node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote().address
 
 

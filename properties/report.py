@@ -131,7 +131,11 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """A session: where and how it ran, its tallies, and the moments its tests began and ended."""
+    """A session: where and how it ran, its tallies, and the moments its tests began and ended.
+
+    `unreplayable`: compute dtypes in which the probe at its start did not confirm that replayed
+    gradients are bit-equal, and why.
+    """
 
     engine: str
     device: str
@@ -139,6 +143,7 @@ class Report:
     profile: str
     seed: int
     max_world_size: int
+    unreplayable: dict[str, str] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     began: float | None = None
     ended: float | None = None
@@ -180,6 +185,7 @@ class Report:
             "cases_per_second": round(judged / wall, 3) if wall else 0.0,
             "pairs_feasible": feasible,
             "pairs_judged": covered,
+            "unreplayable": dict(sorted(self.unreplayable.items())),
             "properties": [_property(name, tally) for name, tally in sorted(self.tallies.items())],
         }
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
@@ -199,7 +205,17 @@ class Report:
             for row in rows
         ]
         covered, feasible = self.pairs()
-        return [*lines, f"pairs {covered}/{feasible}", *self.unsatisfiable()]
+        probed = self.probe_lines() if self.unreplayable else []
+        return [*lines, f"pairs {covered}/{feasible}", *probed, *self.unsatisfiable()]
+
+    def probe_lines(self) -> list[str]:
+        """What the probe at the start of the session found."""
+        if not self.unreplayable:
+            return ["probe: replayed gradients are bit-equal on this machine"]
+        return [
+            f"probe: replay is not bit-equal in {dtype}, nothing is judged by it there ({found})"
+            for dtype, found in sorted(self.unreplayable.items())
+        ]
 
     def unsatisfiable(self) -> list[str]:
         """One line for every property of which the engine refused all cases."""

@@ -14,13 +14,15 @@ import pytest
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import CaseError, FsdpPropertiesError
 from fsdp_engine.world.pool import WorldPool
-from properties.judge import Hangs
+from properties.judge import Hangs, Worlds
+from properties.probe import ProbedWorlds, probe
 from properties.profiles import PROFILES, Profile
 from properties.report import Report
 from properties.repro import read_case_file, read_text
 
 WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
+WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -29,7 +31,8 @@ class Session:
 
     `cases` are those given with `--cases`, None where cases are drawn; `broken_cases` say what is
     wrong with the others of that file. `hangs` counts over the whole process. Workers of xdist are
-    told the seed by their controller, which alone keeps a `report`, once `begin` was called.
+    told the seed and what the probe found, `unreplayable`, by their controller, which alone keeps a
+    `report`, once `begin` was called.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -38,17 +41,18 @@ class Session:
         self.cases, self.broken_cases = _given_cases(config.getoption("--cases"))
         self.is_worker = hasattr(config, "workerinput")
         self.seed = _seed(config)
+        self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.hangs = Hangs()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
         self._pool: WorldPool | None = None
 
     @property
-    def worlds(self) -> WorldPool:
+    def worlds(self) -> Worlds:
         """The engine's worlds, started when first asked for."""
         if self._pool is None:
             self._pool = WorldPool(self.engine, case_timeout_s=self.profile.case_timeout_s)
-        return self._pool
+        return ProbedWorlds(self._pool, self.unreplayable) if self.unreplayable else self._pool
 
     def close(self) -> None:
         """End the worlds, if there are any."""
@@ -57,7 +61,7 @@ class Session:
             self._pool = None
 
     def begin(self) -> Report:
-        """Ask the engine for its versions and start the report.
+        """Ask the engine for its versions, probe the machine and start the report.
 
         Raises:
             pytest.UsageError: the engine's name leads nowhere or its import raises, so that a bad
@@ -68,6 +72,7 @@ class Session:
         except FsdpPropertiesError as error:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
+        self.unreplayable = probe()
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()
         self.report = Report(
@@ -77,6 +82,7 @@ class Session:
             profile=self.profile.name,
             seed=self.seed,
             max_world_size=self.profile.max_world_size,
+            unreplayable=self.unreplayable,
         )
         return self.report
 
@@ -118,9 +124,15 @@ def _profile(name: str) -> Profile:
     return PROFILES[name]
 
 
+def _inherited(config: pytest.Config) -> dict[str, Any]:
+    """What the controller told this process; empty where there is none."""
+    told: dict[str, Any] = getattr(config, "workerinput", {})
+    return told
+
+
 def _seed(config: pytest.Config) -> int:
     """The controller's, the one given to Hypothesis, or a new one."""
-    inherited = getattr(config, "workerinput", {}).get(WORKER_SEED)
+    inherited = _inherited(config).get(WORKER_SEED)
     if inherited is not None:
         return int(inherited)
     given = config.getoption("--hypothesis-seed", None)

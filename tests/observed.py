@@ -7,20 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.case import (
-    DTYPE_POLICIES,
-    Action,
-    Batch,
-    Case,
-    EngineOptions,
-    Infer,
-    Mesh,
-    Scalar,
-    Sequence,
-    Static,
-    Strategy,
-    Train,
-)
+from fsdp_engine.contract.actions import Action, Infer, Train
+from fsdp_engine.contract.batch import Batch, Sequence, Static
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions, Mesh, Scalar, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import (
     ExportedTensor,

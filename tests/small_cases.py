@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from fsdp_engine.contract.actions import Train
+from fsdp_engine.contract.batch import Batch, Sequence, Static
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
-    Batch,
     Case,
     EngineOptions,
     LossMode,
     Mesh,
-    Sequence,
-    Static,
     Strategy,
-    Train,
 )
 from fsdp_engine.contract.model import Model
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fsdp_engine.adapters.reference import Reference, configs
-from fsdp_engine.contract.case import DTYPE_POLICIES, ConfigSource, Scalar, TokenBudget
+from fsdp_engine.contract.batch import TokenBudget
+from fsdp_engine.contract.case import DTYPE_POLICIES, ConfigSource, Scalar
 from fsdp_engine.contract.errors import ConfigError
 from fsdp_engine.engine.config import EngineConfig, MixedPrecision, OptimizerConfig, WrapPolicy
 from fsdp_engine.engine.config_sources import (

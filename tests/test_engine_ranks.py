@@ -9,19 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.contract.case import (
-    DTYPE_POLICIES,
-    Batch,
-    Case,
-    Export,
-    Infer,
-    Mesh,
-    Optimizer,
-    Sequence,
-    Strategy,
-    TokenBudget,
-    Train,
-)
+from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.batch import Batch, Sequence, TokenBudget
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Optimizer, Strategy
 from fsdp_engine.contract.errors import EngineRaised, UnsupportedCase
 from fsdp_engine.contract.model import Model, OptionalPart
 from fsdp_engine.contract.observation import Observation, TrainRecord

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp_engine.contract.case import Case, Export, Train
+from fsdp_engine.contract.actions import Export, Train
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import (

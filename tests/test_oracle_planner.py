@@ -6,15 +6,8 @@ import dataclasses
 
 import pytest
 
-from fsdp_engine.contract.case import (
-    Batch,
-    Case,
-    EngineOptions,
-    Planning,
-    Sequence,
-    Static,
-    TokenBudget,
-)
+from fsdp_engine.contract.batch import Batch, Planning, Sequence, Static, TokenBudget
+from fsdp_engine.contract.case import Case, EngineOptions
 from fsdp_engine.contract.observation import Observation, Record, TrainRecord
 from oracles.planner import Plan, consecutive, fewest_micro_batches, most_micro_batches
 from properties.checks import planner

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp_engine.contract.case import Case, Export, Infer, Strategy, Train
+from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.case import Case, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Collective, Observation, Record, TrainRecord
 from fsdp_engine.contract.protocol import EAGER_FALLBACK

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_engine.contract.case import DTYPE_POLICIES, Export, Strategy, Train
+from fsdp_engine.contract.actions import Export, Train
+from fsdp_engine.contract.case import DTYPE_POLICIES, Strategy
 from fsdp_engine.contract.observation import Collective, ExportRecord, TrainRecord
 from fsdp_engine.world.pool import WorldPool
 from tests.world_cases import ROOT_AND_TWO_UNITS, world_case

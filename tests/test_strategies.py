@@ -8,7 +8,9 @@ from typing import TypeAlias
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 
-from fsdp_engine.contract.case import Batch, Case, Infer, Sequence, Train
+from fsdp_engine.contract.actions import Infer, Train
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case
 from properties.covering import Axes
 from properties.strategies.cases import (
     any_cases,

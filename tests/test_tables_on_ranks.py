@@ -9,20 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_engine.contract.case import (
-    DTYPE_POLICIES,
-    Batch,
-    Case,
-    EngineOptions,
-    Export,
-    Infer,
-    Mesh,
-    Sequence,
-    Static,
-    Strategy,
-    TokenBudget,
-    Train,
-)
+from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.batch import Batch, Sequence, Static, TokenBudget
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions, Mesh, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import Verdict

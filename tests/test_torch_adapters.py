@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from fsdp_engine.adapters.torch_fsdp import TorchFsdp1, TorchFsdp2
+from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.batch import TokenBudget
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
     Case,
     EngineOptions,
-    Export,
-    Infer,
     LossMode,
     Optimizer,
     Strategy,
-    TokenBudget,
-    Train,
 )
 from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.contract.observation import (

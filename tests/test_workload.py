@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.contract.case import DTYPE_POLICIES, Batch, Case, DtypePolicy, Mesh, Sequence
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, DtypePolicy, Mesh
 from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.workload.batches import global_batch, local_batch
 from fsdp_engine.workload.losses import token_loss

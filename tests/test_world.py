@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_engine.contract.case import Export, Infer, Strategy, Train
+from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.case import Strategy
 from fsdp_engine.contract.errors import (
     EngineLoadError,
     EngineRaised,

@@ -6,7 +6,8 @@ import os
 import select
 from typing import Any
 
-from fsdp_engine.contract.case import Batch, Case, EngineOptions, Mesh, Sequence, Strategy
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case, EngineOptions, Mesh, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 

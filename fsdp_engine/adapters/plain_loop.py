@@ -6,15 +6,23 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.contract.case import Case, LossMode, Planning, Static
+from fsdp_engine.contract.batch import Planning, Static
+from fsdp_engine.contract.case import Case, LossMode, Optimizer
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
-from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards
+from fsdp_engine.torch_private.shards import (
+    gradient_shards,
+    parameter_shards,
+    plain_name,
+    state_shards,
+    write_shards,
+)
 from fsdp_engine.workload.batches import LocalBatch
 from fsdp_engine.workload.models import module_arguments
 
@@ -26,12 +34,13 @@ class PlainTrainee:
         self.module = module
         self.case = case
         options = case.optimizer
-        trainable = [p for p in module.parameters() if p.requires_grad]
         kind = torch.optim.SGD if options.kind == "sgd" else torch.optim.AdamW
-        self.optimizer = kind(trainable, lr=options.lr, weight_decay=options.weight_decay)
+        self.optimizer = kind(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, step / max(1, options.warmup_steps))
+            self.optimizer, partial(learning_rate_factor, options)
         )
+        self.counts: LossCounts | None = None
+        self.total = 0.0
 
     @contextmanager
     def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
@@ -46,7 +55,7 @@ class PlainTrainee:
         self.optimizer.zero_grad()
 
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
-        counts = count_loss(batch)
+        counts = self.counts = count_loss(batch)
         plan = plan_micro_batches(batch, self.case.engine.planning)
         total = 0.0
         for number, indices in enumerate(plan):
@@ -60,6 +69,7 @@ class PlainTrainee:
                 )
                 scaled.backward()  # type: ignore[no-untyped-call]  # so in torch
             total += scaled.item()
+        self.total = total
         return Losses(total=total, plan=plan)
 
     def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
@@ -74,12 +84,42 @@ class PlainTrainee:
     def parameters(self) -> Iterator[LocalShard]:
         return parameter_shards(self.module)
 
+    def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
+        slots = {"sgd": (), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+        return state_shards(self.module, self.optimizer, slots[self.case.optimizer.kind])
+
+    def metrics(self) -> dict[str, float]:
+        if self.counts is None:
+            return {}
+        total = torch.tensor(self.total, dtype=torch.float64)
+        dist.all_reduce(total)
+        return {
+            "loss": total.item() / self.counts.num_ranks,
+            "loss_tokens": float(self.counts.num_tokens),
+            "sequences": float(self.counts.num_sequences),
+        }
+
+    def freeze(self, names: tuple[str, ...]) -> None:
+        self._set_trainable(names, trainable=False)
+
+    def unfreeze(self, names: tuple[str, ...]) -> None:
+        self._set_trainable(names, trainable=True)
+
+    def restore(self, parameters: tuple[LocalShard, ...]) -> None:
+        write_shards(self.module, parameters)
+
+    def _set_trainable(self, names: tuple[str, ...], *, trainable: bool) -> None:
+        parameters = {plain_name(name): p for name, p in self.module.named_parameters()}
+        for name in names:
+            parameters[name].requires_grad_(trainable)
+
     def step(self) -> StepResult:
         norm = self.clip(self.case.optimizer.clip_grad).item()
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad()
         return StepResult(norm=norm, stepped=finite)
 
     def lr_step(self) -> float:
@@ -90,6 +130,17 @@ class PlainTrainee:
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
         everything = batch.select(range(len(batch)))
         return loss(self.module(**module_arguments(self.case, everything.inputs)), everything)
+
+
+def learning_rate_factor(options: Optimizer, step: int) -> float:
+    """Linear warmup, then constant or a cosine that falls to `min_lr_ratio`."""
+    if step < options.warmup_steps:
+        return step / options.warmup_steps
+    if options.schedule == "constant":
+        return 1.0
+    done = (step - options.warmup_steps) / max(1, options.total_steps - options.warmup_steps)
+    low = options.min_lr_ratio
+    return max(low, (1 + low) / 2 + (1 - low) / 2 * math.cos(math.pi * done))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

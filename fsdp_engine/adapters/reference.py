@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fsdp_engine.adapters.numerics import divide_factors, fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.case import Case, Export, Infer, Scalar, Static
+from fsdp_engine.contract.actions import ACTIONS, BATCH_ACTIONS, Infer
+from fsdp_engine.contract.batch import Static
+from fsdp_engine.contract.case import Case, Scalar
 from fsdp_engine.contract.errors import ConfigError
 from fsdp_engine.contract.observation import Level, Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
@@ -44,7 +46,7 @@ class Reference:
             name="reference",
             versions={"torch": torch.__version__},
             strategies=tuple(_STRATEGIES),
-            actions=("train", "infer", "export"),
+            actions=ACTIONS,
         )
 
     def supports(self, case: Case) -> str | None:
@@ -141,7 +143,7 @@ def _ranks_run_the_same_units(case: Case) -> bool:
         else EngineConfig(use_dynamic_bsz=True, max_token_len_per_gpu=planning.max_tokens)
     )
     for action in case.program:
-        if isinstance(action, Export):
+        if not isinstance(action, BATCH_ACTIONS):
             continue
         ranks = case.batches[action.batch].ranks
         if isinstance(action, Infer):
@@ -186,13 +188,18 @@ def _engine_fields(case: Case) -> RawConfig:
 
 def _optimizer_fields(case: Case) -> RawConfig:
     options = case.optimizer
-    return {
+    fields: RawConfig = {
         "optimizer": _OPTIMIZERS[options.kind],
         "lr": options.lr,
         "weight_decay": options.weight_decay,
         "clip_grad": options.clip_grad,
         "lr_warmup_steps": options.warmup_steps,
+        "lr_scheduler_type": options.schedule,
     }
+    if options.schedule == "cosine":
+        fields["total_training_steps"] = options.total_steps
+        fields["min_lr_ratio"] = options.min_lr_ratio
+    return fields
 
 
 def _named_size(case: Case) -> int | None:

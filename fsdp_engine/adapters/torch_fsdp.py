@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.plain_loop import PlainTrainee
-from fsdp_engine.contract.case import Case, DtypePolicy, Export, Scalar, Train
+from fsdp_engine.contract.actions import ACTIONS, Export, Train
+from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import (
@@ -191,7 +192,7 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
         name=name,
         versions={"torch": torch.__version__},
         strategies=(strategy,),
-        actions=("train", "infer", "export"),
+        actions=ACTIONS,
     )
 
 

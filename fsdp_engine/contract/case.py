@@ -10,12 +10,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+from fsdp_engine.contract.actions import (
+    BATCH_ACTIONS,
+    Action,
+    Freeze,
+    Poison,
+    Train,
+    Unfreeze,
+)
+from fsdp_engine.contract.batch import Batch, Planning, Static
 from fsdp_engine.contract.limits import (
     MAX_ACTIONS,
     MAX_BATCHES,
-    MAX_LENGTH,
     MAX_NUMBER,
-    MAX_SEQUENCES,
     MAX_WORLD_SIZE,
     require,
     require_between,
@@ -87,31 +94,6 @@ DTYPE_POLICIES: dict[str, DtypePolicy] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Static:
-    """Micro-batches of a fixed number of sequences, in order."""
-
-    kind: Literal["static"] = "static"
-    sequences: int = 1
-
-    def __post_init__(self) -> None:
-        require_between("planning.sequences", self.sequences, 1, MAX_SEQUENCES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBudget:
-    """Micro-batches planned by tokens: ranks agree on the largest count any of them needs."""
-
-    kind: Literal["token_budget"] = "token_budget"
-    max_tokens: int = 8
-
-    def __post_init__(self) -> None:
-        require_between("planning.max_tokens", self.max_tokens, 1, MAX_LENGTH * MAX_SEQUENCES)
-
-
-Planning: TypeAlias = Static | TokenBudget
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What the case asks of the engine, in the words of the field.
 
@@ -141,90 +123,36 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
-    """One sequence: `key` names its content, `loss_tokens` of its `length` tokens carry loss.
-
-    `gated` sequences use the model's optional part. Moving a sequence to another rank or
-    micro-batch keeps its content.
-    """
-
-    key: int
-    length: int = 2
-    loss_tokens: int = 1
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        require_between("sequence.key", self.key, 0, 1 << 20)
-        require_between("sequence.length", self.length, 1, MAX_LENGTH)
-        require_between("sequence.loss_tokens", self.loss_tokens, 0, self.length)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One global batch: for every rank the sequences it holds."""
-
-    ranks: tuple[tuple[Sequence, ...], ...]
-
-    def __post_init__(self) -> None:
-        require_between("batch.ranks", len(self.ranks), 1, MAX_WORLD_SIZE)
-        for rank, sequences in enumerate(self.ranks):
-            require_between(f"batch.ranks[{rank}] length", len(sequences), 1, MAX_SEQUENCES)
-        keys = [sequence.key for sequence in self.sequences]
-        require(len(set(keys)) == len(keys), "batch keys", sorted(keys), "each key once")
-        require(self.loss_tokens > 0, "batch.loss_tokens", 0, "some token carries loss")
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        return tuple(sequence for rank in self.ranks for sequence in rank)
-
-    @property
-    def loss_tokens(self) -> int:
-        return sum(sequence.loss_tokens for sequence in self.sequences)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Optimizer and schedule. `lr` and `weight_decay` are exactly representable by default."""
+    """Optimizer and schedule. `lr` and `weight_decay` are exactly representable by default.
+
+    With `t` the number of schedule steps so far, the learning rate is `lr` times
+
+        t / warmup_steps                                           while t < warmup_steps
+        1                                                          constant
+        max(m, (1 + m) / 2 + (1 - m) / 2 * cos(pi * p))            cosine
+
+    with `m` = `min_lr_ratio` and `p` = (t - warmup_steps) / max(1, total_steps - warmup_steps).
+    AdamW has betas 0.9 and 0.999 and epsilon 1e-8; SGD has no momentum.
+    """
 
     kind: Literal["sgd", "adamw"] = "sgd"
     lr: float = 0.125
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    total_steps: int = 8
+    min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip_grad"):
+        for name in ("lr", "weight_decay", "clip_grad", "min_lr_ratio"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "finite, >= 0")
+        ratio = self.min_lr_ratio
+        require(ratio <= 1, "optimizer.min_lr_ratio", ratio, "at most 1")
         require_between("optimizer.warmup_steps", self.warmup_steps, 0, 1 << 20)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train:
-    """Forward and backward over one global batch, then an optimizer step where `step` says so."""
-
-    kind: Literal["train"] = "train"
-    batch: int = 0
-    step: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Infer:
-    """A forward in eval mode over one global batch."""
-
-    kind: Literal["infer"] = "infer"
-    batch: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """Weight export. `auto` lets the engine stage, `force` stages, `skip` does not."""
-
-    kind: Literal["export"] = "export"
-    staging: Literal["auto", "force", "skip"] = "auto"
-
-
-Action: TypeAlias = Train | Infer | Export
+        require_between("optimizer.total_steps", self.total_steps, 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,14 +182,38 @@ class Case:
             )
             self._require_plannable(batch)
         for action in self.program:
-            if not isinstance(action, Export):
-                require_between("action.batch", action.batch, 0, len(self.batches) - 1)
+            self._require_legal(action)
+        self._require_one_frozen_part()
         if self.exact:
             require(not self.model.is_language, "case.exact", self.exact, "torch families only")
             require(not self.model.lora_rank, "case.exact", self.exact, "without an adapter only")
 
+    def _require_legal(self, action: Action) -> None:
+        if isinstance(action, BATCH_ACTIONS):
+            require_between("action.batch", action.batch, 0, len(self.batches) - 1)
+        if isinstance(action, Poison):
+            require_between("poison.rank", action.rank, 0, self.mesh.world_size - 1)
+            held = len(self.batches[action.batch].ranks[action.rank])
+            require_between("poison.sequence", action.sequence, 0, held - 1)
+
+    def _require_one_frozen_part(self) -> None:
+        """What is frozen changes one part at a time, so that something always trains."""
+        frozen: str = self.model.frozen
+        for action in self.program:
+            if not isinstance(action, Freeze | Unfreeze):
+                continue
+            require(not self.model.lora_rank, f"{action.kind}.part", action.part, "no adapter")
+            if action.part == "biases":
+                require(self.model.bias, f"{action.kind}.part", action.part, "where bias is on")
+            legal = "none" if isinstance(action, Freeze) else action.part
+            require(frozen == legal, action.kind, action.part, f"frozen before is {legal}")
+            frozen = action.part if isinstance(action, Freeze) else "none"
+
     def _require_plannable(self, batch: Batch) -> None:
         planning = self.engine.planning
+        grouped = all(len(rank) % planning.group == 0 for rank in batch.ranks)
+        sizes = [len(rank) for rank in batch.ranks]
+        require(grouped, "batch.ranks", sizes, f"multiples of planning.group={planning.group}")
         if isinstance(planning, Static):
             counts = {len(rank) for rank in batch.ranks}
             require(
@@ -271,12 +223,16 @@ class Case:
                 f"equal on all ranks and a multiple of planning.sequences={planning.sequences}",
             )
         else:
-            longest = max(sequence.length for sequence in batch.sequences)
+            longest = max(
+                sum(sequence.length for sequence in rank[start : start + planning.group])
+                for rank in batch.ranks
+                for start in range(0, len(rank), planning.group)
+            )
             require(
                 longest <= planning.max_tokens,
                 "planning.max_tokens",
                 planning.max_tokens,
-                f"at least the longest sequence, {longest}",
+                f"at least the longest group of sequences, {longest}",
             )
 
     @property

@@ -15,7 +15,8 @@ from fsdp_engine.contract.limits import (
 
 Family: TypeAlias = Literal["linear", "mlp", "embedding", "llama", "qwen2", "mixtral"]
 Frozen: TypeAlias = Literal["none", "first_unit", "biases"]
-OptionalPart: TypeAlias = Literal["none", "parameter", "unit"]
+Part: TypeAlias = Literal["first_unit", "biases", "half"]
+OptionalPart: TypeAlias = Literal["none", "parameter", "either", "unit"]
 
 TORCH_FAMILIES: tuple[Family, ...] = ("linear", "mlp", "embedding")
 LANGUAGE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mixtral")
@@ -28,7 +29,8 @@ class Model:
     `linear`: blocks of one square layer over drawn features. `mlp`: residual blocks of two layers.
     `embedding`: the same over an embedding, with a head that may be tied to it. The language
     families are the ones of `transformers`, built from a config. `optional` is what only gated
-    sequences use: a `parameter` inside the last unit or the last `unit` itself.
+    sequences use: a `parameter` inside the last unit or the last `unit` itself; with `either` the
+    last unit has two such parameters of one size, and sequences that are not gated use the other.
     `lora_rank` 0 is no adapter; else every linear layer of the units gets one, A and B non-zero.
     """
 

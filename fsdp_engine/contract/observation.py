@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from fsdp_engine.contract.case import Dtype
@@ -66,6 +66,10 @@ class LocalArray:
     data: Array | None
 
 
+OptimizerState: TypeAlias = dict[str, tuple[LocalArray, ...]]
+"""Slot to this rank's parts, by parameter name: `step` (a number), `exp_avg`, `exp_avg_sq`, ..."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective as one rank issued it.
@@ -106,10 +110,12 @@ class Residency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRecord:
-    """One train action on one rank. `gradients` are those before clipping.
+    """One train or poison action on one rank. `gradients` are those before clipping.
 
-    `plan` has the rank's sequence indices per micro-batch. `norm` is the gradient norm before
-    clipping, None without a step. `parameters` are those after the action where it stepped.
+    `plan` has the rank's sequence indices per micro-batch. Without a step `norm` (before clipping)
+    and `lr` (of the next step) are None; `clipped` (the gradients after the step), `parameters` and
+    `optimizer_state` (slot to parts, both after the step) are empty. `metrics` are those that the
+    engine reports of the batch, by name.
     """
 
     kind: Literal["train"] = "train"
@@ -123,6 +129,9 @@ class TrainRecord:
     collectives: tuple[Collective, ...]
     residency: tuple[Residency, ...]
     notes: tuple[str, ...]
+    clipped: tuple[LocalArray, ...] = ()
+    optimizer_state: OptimizerState = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +173,25 @@ class ExportRecord:
     collectives: tuple[Collective, ...]
 
 
-Record: TypeAlias = TrainRecord | InferRecord | ExportRecord
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRecord:
+    """One interrupt, eval, freeze, unfreeze or restore action on one rank, and what it left.
+
+    `raised` is the class name of what came out of an interrupted batch, empty where nothing did;
+    `injected` whether the exception that was put in is it or its cause.
+    """
+
+    kind: Literal["state"] = "state"
+    raised: str = ""
+    injected: bool = False
+    training: bool
+    requires_grad: dict[str, bool]
+    parameters: tuple[LocalArray, ...]
+    optimizer_state: OptimizerState
+    collectives: tuple[Collective, ...]
+
+
+Record: TypeAlias = TrainRecord | InferRecord | ExportRecord | StateRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from fsdp_engine.contract.case import Case, Export, Scalar
+from fsdp_engine.contract.actions import Export
+from fsdp_engine.contract.case import Case, Scalar
 from fsdp_engine.contract.observation import Numerics, Observation, Placement
 
 if TYPE_CHECKING:
@@ -111,7 +112,26 @@ class Trainee(Protocol):
 
     def parameters(self) -> Iterator[LocalShard]: ...
 
-    def step(self) -> StepResult: ...
+    def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
+        """Slot and this rank's part of it, for every parameter that has state.
+
+        Slots are torch's: `step` (a number, `full_shape` empty), `exp_avg`, `exp_avg_sq`. An engine
+        that cannot tell yields nothing, and its optimizer is judged by parameters alone.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine reports of the last batch, over all ranks; called on every rank.
+
+        Names with a meaning here: `loss` (the global loss in the case's mode), `loss_tokens` and
+        `sequences` (those of all ranks; sequences that have any loss token). Others are not judged.
+        """
+
+    def step(self) -> StepResult:
+        """Clip and step; nothing moves where any rank's gradient is not finite.
+
+        Gradients stay, clipped, until they are cleared; after a step that was not taken there are
+        none.
+        """
 
     def lr_step(self) -> float:
         """Advance the schedule; the learning rate that the next step will use."""
@@ -121,6 +141,15 @@ class Trainee(Protocol):
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by workload name; every rank drains it in the same order."""
+
+    def freeze(self, names: tuple[str, ...]) -> None:
+        """The parameters of these workload names take no gradient from now on."""
+
+    def unfreeze(self, names: tuple[str, ...]) -> None:
+        """They take gradients and are stepped from now on; `ConfigError` where that cannot be."""
+
+    def restore(self, parameters: tuple[LocalShard, ...]) -> None:
+        """Write this rank's parts, as `parameters` gave them, back in place."""
 
 
 class Engine(Protocol):

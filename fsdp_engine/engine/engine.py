@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.contract.case import Export
+from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.errors import EngineStateError
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
 from fsdp_engine.engine.config import DTYPES, EngineConfig, OptimizerConfig
@@ -24,12 +24,18 @@ from fsdp_engine.engine.micro_batches import plan_batch
 from fsdp_engine.engine.normalise import GlobalCounts, count, normalise
 from fsdp_engine.engine.schedule import lr_factor
 from fsdp_engine.engine.sharding import replicates
-from fsdp_engine.engine.step import clip, global_norm, local_gradients, make_optimizer
+from fsdp_engine.engine.step import STATE_SLOTS, clip, global_norm, local_gradients, make_optimizer
 from fsdp_engine.engine.units import find_units
 from fsdp_engine.engine.usage import Usage
 from fsdp_engine.engine.wrap import wrap
 from fsdp_engine.torch_private.accumulators import clear_gradients, reset, reshard
-from fsdp_engine.torch_private.shards import gradient_shards, parameter_shards, plain_name
+from fsdp_engine.torch_private.shards import (
+    gradient_shards,
+    parameter_shards,
+    plain_name,
+    state_shards,
+    write_shards,
+)
 from fsdp_engine.workload.batches import LocalBatch
 
 ModuleArguments = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -71,6 +77,8 @@ class FsdpEngine:
         self._unsettled = False
         self._absent: frozenset[str] = frozenset()
         self._steps = 0
+        self._counts: GlobalCounts | None = None
+        self._total = 0.0
         self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
         self.module = wrap(units, config, self._mesh, device)
         self._sync = GradientSync(
@@ -119,7 +127,7 @@ class FsdpEngine:
         self.zero_grad()
         try:
             plan, notes = plan_batch(batch.lengths, self._config, self._device)
-            counts = count(batch.loss_tokens, self._device)
+            counts = self._counts = count(batch.loss_tokens, self._device)
             self._unsettled = True
             total = 0.0
             for number, indices in enumerate(plan):
@@ -132,7 +140,20 @@ class FsdpEngine:
         except BaseException:
             self._abandon()
             raise
+        self._total = total
         return Losses(total=total, plan=plan, notes=notes)
+
+    def metrics(self) -> dict[str, float]:
+        """Loss and counts of the last batch over all ranks. A collective call."""
+        if self._counts is None:
+            return {}
+        total = torch.tensor(self._total, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return {
+            "loss": total.item() / dist.get_world_size(),
+            "loss_tokens": float(self._counts.num_tokens),
+            "sequences": float(self._counts.num_sequences),
+        }
 
     def gradients(self) -> Iterator[LocalShard]:
         """This rank's shards. The first call after a batch is collective."""
@@ -142,6 +163,25 @@ class FsdpEngine:
 
     def parameters(self) -> Iterator[LocalShard]:
         return parameter_shards(self.module)
+
+    def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
+        """This rank's shards of the optimizer's state, by slot."""
+        if self._optimization is None:
+            return iter(())
+        return self._optimization.state()
+
+    def freeze(self, names: tuple[str, ...]) -> None:
+        """Take no gradients for these parameters from now on; optimizer state is kept."""
+        self._set_trainable(names, trainable=False)
+
+    def unfreeze(self, names: tuple[str, ...]) -> None:
+        """Train these parameters from now on."""
+        self._set_trainable(names, trainable=True)
+
+    def restore(self, parameters: tuple[LocalShard, ...]) -> None:
+        """Write this rank's parts back in place; the next forward gathers them."""
+        reshard(self.module)
+        write_shards(self.module, parameters)
 
     def step(self) -> StepResult:
         """Clip and step, or, where any rank has a non-finite gradient, drop all gradients."""
@@ -217,6 +257,12 @@ class FsdpEngine:
             if plain_name(name) in self._absent:
                 parameter.grad = None
 
+    def _set_trainable(self, names: tuple[str, ...], *, trainable: bool) -> None:
+        self.zero_grad()
+        parameters = {plain_name(name): p for name, p in self.module.named_parameters()}
+        for name in names:
+            parameters[name].requires_grad_(trainable)
+
     def _abandon(self) -> None:
         reset(self.module)
         self.zero_grad()
@@ -249,6 +295,9 @@ class _Optimization:
             clip(gradients, norm, self._config.clip_grad)
             self._optimizer.step()
         return StepResult(norm=norm, stepped=finite)
+
+    def state(self) -> Iterator[tuple[str, LocalShard]]:
+        return state_shards(self._module, self._optimizer, STATE_SLOTS[self._config.optimizer])
 
     def lr_step(self) -> float:
         self._schedule.step()

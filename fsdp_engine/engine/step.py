@@ -10,20 +10,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.engine.config import OptimizerConfig
+from fsdp_engine.engine.config import OptimizerConfig, OptimizerName
+
+STATE_SLOTS: dict[OptimizerName, tuple[str, ...]] = {
+    "SGD": (),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+}
+"""What each optimizer keeps per parameter, by torch's names."""
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over the wrapped module's trainable parameters.
+    """The optimizer over all parameters of the wrapped module.
 
     Built after wrapping: one built before would keep the unsharded parameters and never update
-    the module.
+    the module. Frozen ones have no gradient, so nothing happens to them until they are unfrozen.
     """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = list(module.parameters())
     if config.optimizer == "SGD":
-        return torch.optim.SGD(trainable, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
     return torch.optim.AdamW(
-        trainable, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
     )
 
 

@@ -19,7 +19,6 @@ class ParameterSlot:
     name: str
     module: nn.Module
     attribute: str
-    trainable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +41,12 @@ def find_units(root: nn.Module, policy: WrapPolicy) -> tuple[Unit, ...]:
         modules = _by_class(root, policy.transformer_layer_cls_to_wrap)
     owned: dict[int, list[ParameterSlot]] = {id(module): [] for module in [*modules, root]}
     _require_ties_within(root, owned)
-    for name, parameter in root.named_parameters():
+    for name, _ in root.named_parameters():
         path, _, attribute = name.rpartition(".")
         slot = ParameterSlot(
             name=name,
             module=root.get_submodule(path),
             attribute=attribute,
-            trainable=parameter.requires_grad,
         )
         owned[id(_owner(root, path, owned))].append(slot)
     return tuple(Unit(module=m, slots=tuple(owned[id(m)])) for m in [*modules, root])

@@ -18,17 +18,16 @@ from fsdp_engine.engine.units import ParameterSlot, Unit
 
 
 class Usage:
-    """Watches the trainable parameters of a model from before it is wrapped."""
+    """Watches the parameters of a model from before it is wrapped; frozen ones are never used."""
 
     def __init__(self, units: tuple[Unit, ...]) -> None:
         self._used: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._names: list[str] = []
         for unit in units:
-            slots = tuple(slot for slot in unit.slots if slot.trainable)
-            self._names += [slot.name for slot in slots]
+            self._names += [slot.name for slot in unit.slots]
             # Runs after the wrapper's own pre-forward: what is registered then is gathered.
-            unit.module.register_forward_pre_hook(partial(self._watch, slots))
+            unit.module.register_forward_pre_hook(partial(self._watch, unit.slots))
 
     def clear(self) -> None:
         """Forget all gradients so far."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 Kernel: TypeAlias = Callable[[Callable[[], Any], dict[str, Any]], Any]
 
@@ -52,3 +53,15 @@ def _intercepted(name: str, kernel: Kernel) -> Callable[..., Any]:
         return kernel(call, dict(zip(names, arguments, strict=False)))
 
     return intercepted
+
+
+def differentiable(output: Any) -> Iterator[Tensor]:
+    """The tensors with a gradient in what a module returned, in order."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, dict):
+        yield from differentiable(tuple(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from differentiable(item)

@@ -6,7 +6,7 @@ first name. A parameter that no wrapper manages is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class _Part:
     name: str
     full_shape: tuple[int, ...]
     placement: Placement
+    parameter: Tensor
     data: Tensor
     grad: Tensor | None
 
@@ -43,6 +44,38 @@ def gradient_shards(module: nn.Module) -> Iterator[LocalShard]:
     """This rank's part of every parameter's reduced gradient; `data` None where there is none."""
     for part in _parts(module):
         yield _shard(part, part.grad)
+
+
+def state_shards(
+    module: nn.Module, optimizer: torch.optim.Optimizer, slots: tuple[str, ...]
+) -> Iterator[tuple[str, LocalShard]]:
+    """This rank's part of the optimizer's state, slot by slot; `data` None where there is none.
+
+    A tensor without dims, such as a step counter, is a number and replicated.
+    """
+    for part in _parts(module):
+        state: dict[str, Tensor] = optimizer.state.get(part.parameter, {})
+        for slot in slots:
+            value = state.get(slot)
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            if slot == "step":
+                yield (
+                    slot,
+                    LocalShard(name=part.name, full_shape=(), placement=Replicate(), data=local),
+                )
+            else:
+                yield slot, _shard(part, local)
+
+
+def write_shards(module: nn.Module, parameters: Iterable[LocalShard]) -> None:
+    """Write parts that `parameter_shards` gave back in place."""
+    current = {shard.name: shard.data for shard in parameter_shards(module)}
+    with torch.no_grad():
+        for shard in parameters:
+            target = current[shard.name]
+            assert target is not None
+            assert shard.data is not None
+            target.copy_(shard.data)
 
 
 def plain_name(name: str) -> str:
@@ -105,6 +138,7 @@ def _parts(module: nn.Module) -> Iterator[_Part]:
                 name=plain_name(name),
                 full_shape=tuple(parameter.shape),
                 placement=Replicate(),
+                parameter=parameter,
                 data=parameter.data,
                 grad=parameter.grad,
             )
@@ -116,6 +150,7 @@ def _dtensor_part(name: str, parameter: DTensor) -> _Part:
         name=name,
         full_shape=tuple(parameter.shape),
         placement=_placement(parameter),
+        parameter=parameter,
         data=parameter._local_tensor,
         grad=grad._local_tensor if isinstance(grad, DTensor) else grad,
     )
@@ -157,6 +192,7 @@ def _flat_parts(handle: Any, prefix: str) -> Iterator[_Part]:
             name=plain_name(prefix + flat._fqns[index]),
             full_shape=shape,
             placement=Replicate() if whole else FlatRange(start=start, stop=start + length),
+            parameter=flat if flat._params is None else flat._params[index],
             data=data.view(shape) if whole else data,
             grad=grad if grad is None else grad.reshape(shape if whole else (-1,)),
         )

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.contract.case import Batch, Case, Sequence
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case
 from fsdp_engine.workload.seeds import generator
 
 

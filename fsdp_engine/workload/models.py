@@ -6,6 +6,7 @@ buffers in fp32 (fp64 for fp64 storage). Every weight depends on `(case.seed, it
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.model import Model
+from fsdp_engine.contract.model import Model, Part
 from fsdp_engine.workload.seeds import generator
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -34,10 +35,11 @@ class Block(nn.Module):
     """One wrapped unit of the torch families.
 
     `linear`: relu(W x). Otherwise residual: x + down(relu(up(x))). With a buffer the result is
-    scaled by it; with an optional parameter gated sequences get it added.
+    scaled by it; with an optional parameter gated sequences get it added, and with another one
+    those that are not gated get that.
     """
 
-    def __init__(self, model: Model, *, has_optional_parameter: bool) -> None:
+    def __init__(self, model: Model, *, is_last: bool) -> None:
         super().__init__()
         self.residual = model.family != "linear"
         if self.residual:
@@ -45,7 +47,9 @@ class Block(nn.Module):
             self.down = nn.Linear(model.hidden, model.width, bias=model.bias)
         else:
             self.linear = nn.Linear(model.width, model.width, bias=model.bias)
-        self.extra = nn.Parameter(torch.empty(model.width)) if has_optional_parameter else None
+        optional = model.optional if is_last else "none"
+        self.extra = _vector(model) if optional in ("parameter", "either") else None
+        self.other = _vector(model) if optional == "either" else None
         self.scale: Tensor | None
         self.register_buffer("scale", torch.empty(model.width) if model.buffers else None)
 
@@ -59,7 +63,13 @@ class Block(nn.Module):
             y = y * self.scale.to(y.dtype)
         if self.extra is not None and bool(gates.any()):
             y = torch.where(gates[:, None, None], y + self.extra, y)
+        if self.other is not None and not bool(gates.all()):
+            y = torch.where(gates[:, None, None], y, y + self.other)
         return y
+
+
+def _vector(model: Model) -> nn.Parameter:
+    return nn.Parameter(torch.empty(model.width))
 
 
 class TorchModel(nn.Module):
@@ -72,8 +82,7 @@ class TorchModel(nn.Module):
         last = model.units - 1
         self.embed = nn.Embedding(model.vocab, model.width) if model.takes_tokens else None
         self.layers = nn.ModuleList(
-            Block(model, has_optional_parameter=model.optional == "parameter" and index == last)
-            for index in range(model.units)
+            Block(model, is_last=index == last) for index in range(model.units)
         )
         self.head = nn.Linear(model.width, model.vocab, bias=model.bias)
         self.skips_last = model.optional == "unit"
@@ -132,6 +141,15 @@ def unit_of(case: Case, parameter_name: str) -> str:
         if parameter_name.startswith(name + "."):
             return name
     return ""
+
+
+@functools.lru_cache(maxsize=64)
+def part_names(case: Case, part: Part) -> tuple[str, ...]:
+    """Names of the parameters that a freeze or unfreeze action is about, in the model's order."""
+    names = [name for name, _ in build_model(case).named_parameters()]
+    return tuple(
+        name for index, name in enumerate(names) if _is_in(case.model, name, part, index=index)
+    )
 
 
 def module_arguments(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -227,15 +245,21 @@ def _weights(name: str, shape: torch.Size, gen: torch.Generator, *, exact: bool)
 
 
 def _freeze(module: nn.Module, model: Model) -> None:
-    for name, parameter in module.named_parameters():
-        in_first = name.startswith(f"{_stem(model)}layers.0.")
-        frozen = {
-            "none": False,
-            "first_unit": in_first,
-            "biases": name.endswith(".bias"),
-        }[model.frozen]
-        if frozen:
+    if model.frozen == "none":
+        return
+    for index, (name, parameter) in enumerate(module.named_parameters()):
+        if _is_in(model, name, model.frozen, index=index):
             parameter.requires_grad_(False)  # noqa: FBT003  torch's own signature
+
+
+def _is_in(model: Model, name: str, part: Part, *, index: int) -> bool:
+    match part:
+        case "first_unit":
+            return name.startswith(f"{_stem(model)}layers.0.")
+        case "biases":
+            return name.endswith(".bias")
+        case "half":
+            return index % 2 == 1
 
 
 def _owner(name: str) -> str:

@@ -1,17 +1,30 @@
 """Interprets a case's program for any engine on one rank, and writes down what it shows.
 
 For a training action: train mode, clear gradients, forward and backward, gradients, then where the
-action says so the step, the schedule and the parameters.
+action says so the step, the clipped gradients, the schedule, the parameters and optimizer state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.contract.case import Action, Case, Export, Infer, Train
+from fsdp_engine.contract.actions import (
+    Action,
+    Eval,
+    Export,
+    Freeze,
+    Infer,
+    Interrupt,
+    Poison,
+    Restore,
+    Train,
+    Unfreeze,
+)
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     Array,
     ExportedTensor,
@@ -19,14 +32,25 @@ from fsdp_engine.contract.observation import (
     InferRecord,
     LocalArray,
     ModuleState,
+    OptimizerState,
     RankObservation,
     Record,
+    StateRecord,
     TrainRecord,
 )
-from fsdp_engine.contract.protocol import Engine, LocalShard, RankContext, Trainee
+from fsdp_engine.contract.protocol import (
+    Engine,
+    LocalShard,
+    RankContext,
+    StepResult,
+    TokenLoss,
+    Trainee,
+)
 from fsdp_engine.torch_private.shards import plain_name
-from fsdp_engine.workload.batches import local_batch
+from fsdp_engine.workload.batches import LocalBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
+from fsdp_engine.workload.models import part_names, unit_names
+from fsdp_engine.world.injection import Interruption, is_injected, poisoned
 from fsdp_engine.world.recorder import Recorder
 
 
@@ -35,81 +59,163 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
     trainee = engine.build(case, rank)
     build_collectives, _ = recorder.take()
     with recorder.during("other"):
-        initial = _arrays(trainee.parameters())
+        start = _copies(trainee.parameters())
     recorder.take()
+    run = _Run(trainee, case, rank, recorder, start)
     with recorder.watching(trainee.module):
-        records = tuple(_record(trainee, case, rank, action, recorder) for action in case.program)
+        records = tuple(map(run.record, case.program))
     return RankObservation(
-        rank=rank.rank, initial=initial, records=records, build_collectives=build_collectives
+        rank=rank.rank,
+        initial=_arrays(start),
+        records=records,
+        build_collectives=build_collectives,
     )
 
 
-def _record(
-    trainee: Trainee, case: Case, rank: RankContext, action: Action, recorder: Recorder
-) -> Record:
-    recorder.take()
-    match action:
-        case Train():
-            return _train(trainee, case, rank, action, recorder)
-        case Infer():
-            return _infer(trainee, case, rank, action, recorder)
-        case Export():
-            return _export(trainee, action, recorder)
+class _Run:
+    """One program on one rank; `start` are the parameters as they were built."""
 
+    def __init__(
+        self,
+        trainee: Trainee,
+        case: Case,
+        rank: RankContext,
+        recorder: Recorder,
+        start: tuple[LocalShard, ...],
+    ) -> None:
+        self._trainee = trainee
+        self._case = case
+        self._rank = rank.rank
+        self._recorder = recorder
+        self._start = start
 
-def _train(
-    trainee: Trainee, case: Case, rank: RankContext, action: Train, recorder: Recorder
-) -> TrainRecord:
-    batch = local_batch(case, action.batch, rank.rank)
-    step = lr = None
-    parameters: tuple[LocalArray, ...] = ()
-    with recorder.during("other"), trainee.mode("train"):
-        trainee.zero_grad()
-        with recorder.during("plan"):
-            losses = trainee.forward_backward(batch, token_loss(case))
-        gradients = _arrays(trainee.gradients())
-        if action.step:
-            with recorder.during("step"):
-                step = trainee.step()
-                lr = trainee.lr_step()
-            parameters = _arrays(trainee.parameters())
-    collectives, residency = recorder.take()
-    return TrainRecord(
-        plan=losses.plan,
-        total_loss=losses.total,
-        gradients=gradients,
-        norm=None if step is None else step.norm,
-        stepped=step is not None and step.stepped,
-        lr=lr,
-        parameters=parameters,
-        collectives=collectives,
-        residency=residency,
-        notes=losses.notes,
-    )
+    def record(self, action: Action) -> Record:
+        """Run one action."""
+        self._recorder.take()
+        match action:
+            case Train():
+                return self._train(action.batch, token_loss(self._case), step=action.step)
+            case Poison():
+                loss = poisoned(token_loss(self._case), action, self._rank)
+                return self._train(action.batch, loss, step=True)
+            case Infer():
+                return self._infer(action)
+            case Export():
+                return self._export(action)
+            case Interrupt():
+                return self._interrupt(action)
+            case _:
+                with self._recorder.during("other"):
+                    self._change(action)
+                return self._state_record()
 
+    def _change(self, action: Eval | Freeze | Unfreeze | Restore) -> None:
+        trainee = self._trainee
+        match action:
+            case Eval():
+                with trainee.mode("eval"):
+                    pass
+            case Freeze():
+                trainee.freeze(part_names(self._case, action.part))
+            case Unfreeze():
+                trainee.unfreeze(part_names(self._case, action.part))
+            case Restore():
+                trainee.restore(self._start)
 
-def _infer(
-    trainee: Trainee, case: Case, rank: RankContext, action: Infer, recorder: Recorder
-) -> InferRecord:
-    batch = local_batch(case, action.batch, rank.rank)
-    with recorder.during("other"), trainee.mode("eval"):
-        token_losses = trainee.infer(batch, token_loss(case))
-    collectives, _ = recorder.take()
-    return InferRecord(token_losses=as_array(token_losses), collectives=collectives)
-
-
-def _export(trainee: Trainee, action: Export, recorder: Recorder) -> ExportRecord:
-    before = _state(trainee)
-    recorder.take()
-    with recorder.during("export"):
-        tensors = tuple(
-            ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
-            for name, tensor in trainee.export(action)
+    def _train(self, batch: int, loss: TokenLoss, *, step: bool) -> TrainRecord:
+        trainee, recorder = self._trainee, self._recorder
+        result: StepResult | None = None
+        lr = None
+        parameters: tuple[LocalArray, ...] = ()
+        clipped: tuple[LocalArray, ...] = ()
+        optimizer_state: OptimizerState = {}
+        with recorder.during("other"), trainee.mode("train"):
+            trainee.zero_grad()
+            with recorder.during("plan"):
+                losses = trainee.forward_backward(self._local(batch), loss)
+            gradients = _arrays(trainee.gradients())
+            if step:
+                with recorder.during("step"):
+                    result = trainee.step()
+                    lr = trainee.lr_step()
+                clipped = _arrays(trainee.gradients())
+                parameters = _arrays(trainee.parameters())
+                optimizer_state = _optimizer_state(trainee)
+            metrics = trainee.metrics()
+        collectives, residency = recorder.take()
+        return TrainRecord(
+            plan=losses.plan,
+            total_loss=losses.total,
+            gradients=gradients,
+            norm=None if result is None else result.norm,
+            stepped=result is not None and result.stepped,
+            lr=lr,
+            parameters=parameters,
+            collectives=collectives,
+            residency=residency,
+            notes=losses.notes,
+            clipped=clipped,
+            optimizer_state=optimizer_state,
+            metrics=metrics,
         )
-    collectives, _ = recorder.take()
-    return ExportRecord(
-        tensors=tensors, before=before, after=_state(trainee), collectives=collectives
-    )
+
+    def _infer(self, action: Infer) -> InferRecord:
+        trainee, recorder = self._trainee, self._recorder
+        with recorder.during("other"), trainee.mode("eval"):
+            token_losses = trainee.infer(self._local(action.batch), token_loss(self._case))
+        collectives, _ = recorder.take()
+        return InferRecord(token_losses=as_array(token_losses), collectives=collectives)
+
+    def _export(self, action: Export) -> ExportRecord:
+        trainee, recorder = self._trainee, self._recorder
+        before = _state(trainee)
+        recorder.take()
+        with recorder.during("export"):
+            tensors = tuple(
+                ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
+                for name, tensor in trainee.export(action)
+            )
+        collectives, _ = recorder.take()
+        return ExportRecord(
+            tensors=tensors, before=before, after=_state(trainee), collectives=collectives
+        )
+
+    def _interrupt(self, action: Interrupt) -> StateRecord:
+        trainee, recorder = self._trainee, self._recorder
+        interruption = Interruption(action, unit_names(self._case))
+        loss = interruption.in_loss(token_loss(self._case))
+        raised = ""
+        try:
+            with (
+                recorder.during("other"),
+                interruption.watching(trainee.module),
+                trainee.mode("train"),
+            ):
+                trainee.zero_grad()
+                with recorder.during("plan"):
+                    trainee.forward_backward(self._local(action.batch), loss)
+        except Exception as error:
+            if not interruption.happened:
+                raise
+            raised = "InjectedFailure" if is_injected(error) else type(error).__name__
+        return self._state_record(raised=raised, injected=interruption.happened)
+
+    def _state_record(self, *, raised: str = "", injected: bool = False) -> StateRecord:
+        state = _state(self._trainee)
+        optimizer_state = _optimizer_state(self._trainee)
+        collectives, _ = self._recorder.take()
+        return StateRecord(
+            raised=raised,
+            injected=injected,
+            training=state.training,
+            requires_grad=state.requires_grad,
+            parameters=state.parameters,
+            optimizer_state=optimizer_state,
+            collectives=collectives,
+        )
+
+    def _local(self, batch: int) -> LocalBatch:
+        return local_batch(self._case, batch, self._rank)
 
 
 def _state(trainee: Trainee) -> ModuleState:
@@ -121,6 +227,20 @@ def _state(trainee: Trainee) -> ModuleState:
         requires_grad={name: value.requires_grad for name, value in parameters.items()},
         devices={name: str(value.device) for name, value in {**parameters, **buffers}.items()},
         parameters=_arrays(trainee.parameters()),
+    )
+
+
+def _optimizer_state(trainee: Trainee) -> OptimizerState:
+    slots: dict[str, list[LocalShard]] = {}
+    for slot, shard in trainee.optimizer_state():
+        slots.setdefault(slot, []).append(shard)
+    return {slot: _arrays(shards) for slot, shards in slots.items()}
+
+
+def _copies(shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
+    return tuple(
+        replace(shard, data=None if shard.data is None else shard.data.detach().clone())
+        for shard in shards
     )
 
 

@@ -95,7 +95,7 @@ def _run(
     case = command.case
     recorder = Recorder(case.mesh, rank, log)
     try:
-        reason = engine.supports(case)
+        reason = _missing_action(engine, case) or engine.supports(case)
         if reason is not None:
             return wire.Unsupported(reason=reason)
         numerics = engine.numerics(case) if rank == 0 else None
@@ -108,6 +108,14 @@ def _run(
     finally:
         tap.listener = None
     return wire.Done(numerics=numerics, observation=observation)
+
+
+def _missing_action(engine: Engine, case: Case) -> str | None:
+    offered = engine.capabilities().actions
+    missing = sorted({action.kind for action in case.program} - set(offered))
+    if not missing:
+        return None
+    return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
 
 
 def _join(store: str, case: Case, rank: int) -> None:

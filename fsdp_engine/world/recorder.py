@@ -19,6 +19,7 @@ from fsdp_engine.contract.observation import Axis, Collective, Operation, Phase,
 from fsdp_engine.torch_private.autograd import (
     Kernel,
     at_end_of_backward,
+    differentiable,
     hook_gradient,
     in_backward,
     intercept,
@@ -100,7 +101,7 @@ class Recorder:
             self._in_forward = False
             if output is None or not self._in_pass:
                 return
-            tensor = _first_differentiable(output)
+            tensor = next(differentiable(output), None)
             self._sample("after_forward", root)
             if tensor is not None:
                 hook_gradient(tensor, lambda: self._enter_backward(root))
@@ -228,17 +229,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _reduce_op(arguments: dict[str, Any]) -> str:
     boxed = arguments.get("reduce_op")
     return "" if boxed is None else str(dist.ReduceOp.RedOpType(boxed.op()).name).lower()
-
-
-def _first_differentiable(output: Any) -> Tensor | None:
-    """The first tensor with a gradient in what a module returned."""
-    if isinstance(output, Tensor):
-        return output if output.requires_grad else None
-    if isinstance(output, dict):
-        output = tuple(output.values())
-    if isinstance(output, (list, tuple)):
-        for item in output:
-            found = _first_differentiable(item)
-            if found is not None:
-                return found
-    return None

@@ -14,7 +14,7 @@ from oracles.communication import (
     predict_reductions,
     smallest_part,
 )
-from oracles.records import PASSES, TrainAction, gates, train_actions, uniform_gates
+from oracles.records import PASSES, TrainAction, actions_as_built, gates, uniform_gates
 from oracles.schedule import predict_schedule
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
@@ -31,7 +31,7 @@ def reduces_every_unit(case: Case, run: Run) -> Verdict:
     observation = run(case)
     mismatches: list[Mismatch] = []
     judged = False
-    for action in train_actions(case, observation):
+    for action in actions_as_built(case, observation):
         counts = [len(record.plan) for record in action.records]
         if len(set(counts)) > 1:
             got = f"micro-batches by rank {counts}"
@@ -73,7 +73,7 @@ def matches_schedule(case: Case, run: Run) -> Verdict:
         return not_applicable("the engine declares no wrapper whose schedule is predicted")
     mismatches: list[Mismatch] = []
     judged = False
-    for action in train_actions(case, observation):
+    for action in actions_as_built(case, observation):
         gated = uniform_gates(case, action)
         if gated is None or action.fell_back:
             continue

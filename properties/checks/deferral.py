@@ -18,7 +18,7 @@ from oracles.gradients import (
     observed_gradients,
 )
 from oracles.records import TrainAction, gates, train_actions
-from oracles.verdict import Mismatch, Verdict, combine, exactly, not_applicable
+from oracles.verdict import NOT_REPLAYABLE, Mismatch, Verdict, combine, exactly, not_applicable
 
 
 def deferred_equals_eager(case: Case, run: Run) -> Verdict:
@@ -35,7 +35,7 @@ def deferred_equals_eager(case: Case, run: Run) -> Verdict:
     deferred_case = _with_sync(case, deferred=True, source=source)
     deferred = run(deferred_case)
     if not (eager.numerics.replayable and deferred.numerics.replayable):
-        return not_applicable("the engine declares that its local gradients cannot be replayed")
+        return not_applicable(NOT_REPLAYABLE)
     one = list(
         observed_gradients(Evaluator(_with_sync(case, deferred=False, source=source)), eager)
     )

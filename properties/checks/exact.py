@@ -6,7 +6,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.protocol import Run
 from oracles.evaluation import Evaluator
 from oracles.gradients import judge_exact, observed_gradients
-from oracles.verdict import Verdict, combine, exactly, not_applicable
+from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
 
 
 def match_truth_bitwise(case: Case, run: Run) -> Verdict:
@@ -18,7 +18,7 @@ def match_truth_bitwise(case: Case, run: Run) -> Verdict:
         return not_applicable("the case does not ask for dyadic values")
     observation = run(case)
     if not observation.numerics.replayable:
-        return not_applicable("the engine declares that its local gradients cannot be replayed")
+        return not_applicable(NOT_REPLAYABLE)
     verdicts = []
     certified = False
     for shown in observed_gradients(Evaluator(case), observation):

@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from fsdp_engine.contract.case import Case, Export
+from fsdp_engine.contract.actions import Export
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import (
     ExportedTensor,

@@ -12,7 +12,7 @@ from oracles.gradients import (
     observed_gradients,
     start_mismatches,
 )
-from oracles.verdict import Verdict, combine, exactly, not_applicable
+from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
 
 
 def match_oracle(case: Case, run: Run) -> Verdict:
@@ -24,7 +24,7 @@ def match_oracle(case: Case, run: Run) -> Verdict:
     """
     observation = run(case)
     if not observation.numerics.replayable:
-        return not_applicable("the engine declares that its local gradients cannot be replayed")
+        return not_applicable(NOT_REPLAYABLE)
     evaluator = Evaluator(case)
     verdicts = [exactly(start_mismatches(evaluator, observation))]
     for shown in observed_gradients(evaluator, observation):

@@ -6,7 +6,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Residency, TrainRecord
 from fsdp_engine.contract.protocol import Run
 from oracles.memory import Held, held_in_full, predict_held
-from oracles.records import train_actions, uniform_gates
+from oracles.records import actions_as_built, uniform_gates
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
 
@@ -20,7 +20,7 @@ def matches_strategy(case: Case, run: Run) -> Verdict:
     observation = run(case)
     mismatches: list[Mismatch] = []
     judged = False
-    for action in train_actions(case, observation):
+    for action in actions_as_built(case, observation):
         deferred = case.engine.deferred and not action.fell_back
         gated = uniform_gates(case, action)
         for rank, record in enumerate(action.records):
@@ -64,7 +64,7 @@ def retained_bytes(case: Case, run: Run) -> Verdict:
         return not_applicable("the engine declares no wrapper whose memory is predicted")
     mismatches: list[Mismatch] = []
     judged = False
-    for action in train_actions(case, observation):
+    for action in actions_as_built(case, observation):
         gated = uniform_gates(case, action)
         if gated is None or action.fell_back:
             continue

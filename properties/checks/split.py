@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_engine.contract.case import (
-    Batch,
-    Case,
-    Mesh,
-    Planning,
-    Sequence,
-    Static,
-    TokenBudget,
-    Train,
-)
+from fsdp_engine.contract.actions import Train
+from fsdp_engine.contract.batch import Batch, Planning, Sequence, Static, TokenBudget
+from fsdp_engine.contract.case import Case, Mesh
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.compare import compare_exact
@@ -25,7 +18,7 @@ from oracles.gradients import (
     observed_gradients,
 )
 from oracles.truth import Truth
-from oracles.verdict import Verdict, combine, exactly, not_applicable
+from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
 
 
 def partition_invariance(case: Case, run: Run) -> Verdict:
@@ -52,7 +45,7 @@ def partition_invariance(case: Case, run: Run) -> Verdict:
             verdicts.append(not_applicable(str(refusal)))
             continue
         if not observation.numerics.replayable:
-            return not_applicable("the engine declares that its local gradients cannot be replayed")
+            return not_applicable(NOT_REPLAYABLE)
         shown = list(observed_gradients(Evaluator(partition), observation, truths=truths))
         verdicts += [judge(one) for one in shown]
         if partition is own:

@@ -13,7 +13,8 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from fsdp_engine.contract.case import Batch, LossMode, Planning, Sequence, Static, TokenBudget
+from fsdp_engine.contract.batch import Batch, Planning, Sequence, Static, TokenBudget
+from fsdp_engine.contract.case import LossMode
 from fsdp_engine.contract.limits import MAX_LENGTH
 from fsdp_engine.contract.model import OptionalPart
 

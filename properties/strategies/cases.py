@@ -13,18 +13,15 @@ from typing import TypeAlias, cast, get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from fsdp_engine.contract.actions import Action, Export, Infer, Train
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
-    Action,
     Case,
     ConfigSource,
     EngineOptions,
-    Export,
-    Infer,
     LossMode,
     Optimizer,
     Strategy,
-    Train,
 )
 from properties.covering import FACTORS, Axes, factors, is_possible
 from properties.strategies.batches import batches, made_exact, planning_for, plans

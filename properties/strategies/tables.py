@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_engine.contract.case import Batch, Case, Sequence
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case
 from oracles.configuration import illegal_cases, probes
 
 

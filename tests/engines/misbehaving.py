@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_engine.adapters.torch_fsdp import Fsdp2Trainee, TorchFsdp2
-from fsdp_engine.contract.case import Case, Export
+from fsdp_engine.contract.actions import Export
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import ConfigError
 from fsdp_engine.contract.protocol import Losses, RankContext, TokenLoss
 from fsdp_engine.workload.batches import LocalBatch, MicroBatch

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.adapters import reference as adapter
-from fsdp_engine.contract.case import Case, Export
+from fsdp_engine.contract.actions import Export
+from fsdp_engine.contract.case import Case
 from fsdp_engine.engine.engine import FsdpEngine
 from tests.faults.planting import Planted, plant
 

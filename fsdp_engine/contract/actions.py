@@ -1,0 +1,117 @@
+"""What a program is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdp_engine.contract.limits import MAX_SEQUENCES, require_between
+from fsdp_engine.contract.model import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Forward and backward over one global batch, then an optimizer step where `step` says so."""
+
+    kind: Literal["train"] = "train"
+    batch: int = 0
+    step: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infer:
+    """A forward in eval mode over one global batch."""
+
+    kind: Literal["infer"] = "infer"
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Weight export. `auto` lets the engine stage, `force` stages, `skip` does not."""
+
+    kind: Literal["export"] = "export"
+    staging: Literal["auto", "force", "skip"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poison:
+    """A training action with a step in which one rank's loss is not finite.
+
+    The losses of the sequence at place `sequence` of rank `rank` are multiplied by `value`.
+    """
+
+    kind: Literal["poison"] = "poison"
+    batch: int = 0
+    rank: int = 0
+    sequence: int = 0
+    value: Literal["nan", "inf"] = "nan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """Forward and backward that an exception ends on all ranks, in micro-batch `micro_batch`.
+
+    `forward`: behind the root's forward. `loss`: in the loss function. `backward`: at the gradient
+    of the first unit's output that has one, when later units are through. In a batch of fewer
+    micro-batches nothing is raised.
+    """
+
+    kind: Literal["interrupt"] = "interrupt"
+    batch: int = 0
+    phase: Literal["forward", "loss", "backward"] = "loss"
+    micro_batch: int = 0
+
+    def __post_init__(self) -> None:
+        require_between("interrupt.micro_batch", self.micro_batch, 0, MAX_SEQUENCES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eval:
+    """Enter and leave eval mode."""
+
+    kind: Literal["eval"] = "eval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze:
+    """Parameters stop taking gradients; `half` is every second one in the model's order."""
+
+    kind: Literal["freeze"] = "freeze"
+    part: Part = "first_unit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfreeze:
+    """Parameters that were frozen take gradients."""
+
+    kind: Literal["unfreeze"] = "unfreeze"
+    part: Part = "first_unit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """The parameters of the start are written back in place; the optimizer stays as it is."""
+
+    kind: Literal["restore"] = "restore"
+
+
+Action: TypeAlias = Train | Infer | Export | Poison | Interrupt | Eval | Freeze | Unfreeze | Restore
+ACTIONS = (
+    "train",
+    "infer",
+    "export",
+    "poison",
+    "interrupt",
+    "eval",
+    "freeze",
+    "unfreeze",
+    "restore",
+)
+"""The kinds of all actions."""
+
+BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)
+"""The actions that run over a batch."""
+
+STEPPING_ACTIONS = (Train, Poison)
+"""The actions that may ask for an optimizer step."""
