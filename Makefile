@@ -11,13 +11,17 @@ BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: properties test lint types layers check clean setup
+.PHONY: properties test detection lint types layers check clean setup
 
 properties: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest tests/ -n auto $(ARGS)
+
+# Every planted fault with three seeds, down to its minimal case; also written to .reports/.
+detection: setup
+	$(PYTHON) -m tests.detection $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

@@ -131,6 +131,7 @@ _FSDP1 = _case(strategy="fsdp1")
 _FSDP2 = _case()
 _TOKENS = _case(model=Model(family="embedding", units=2))
 _FOUR_RANKS = _case(shape=(4,))
+_FOUR_EACH = _case(gated=(True, True, True, True))
 _STEPPED = _case(program=_STEPS)
 _ADAMW = _case(optimizer=Optimizer(kind="adamw", clip_grad=64.0), program=_STEPS)
 _SOMETIMES = Model(family="mlp", units=3, optional="unit")
@@ -138,8 +139,10 @@ _GATHERS = _case(model=_SOMETIMES, gated=(True, False))
 _GATHERS_1 = _case(strategy="fsdp1", model=_SOMETIMES, gated=(True, False))
 _ROTARY = _case(strategy="fsdp1", model=Model(family="llama", width=8))
 _DYNAMIC: Overrides = (("use_dynamic_bsz", True),)
+_PLANNED: Overrides = (*_DYNAMIC, ("max_token_len_per_gpu", 9))
 _COSINE: Overrides = (("lr_scheduler_type", "cosine"),)
 _COSINE_4: Overrides = (*_COSINE, ("total_training_steps", 4))
+_CLIPPED: Overrides = (("clip_grad", 0.0009765625),)
 _NO_WARMUP: Overrides = (("lr_warmup_steps", -1),)
 
 _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
@@ -168,6 +171,8 @@ _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
         (*_DYNAMIC, ("max_token_len_per_gpu", 32)),
         _with(_FSDP2, (*_DYNAMIC, ("max_token_len_per_gpu", 3))),
     ),
+    # Tokens 2, 3, 4 and 5: planned one by one the first two are not together.
+    ("force_group_size", (*_PLANNED, ("force_group_size", 2)), _with(_FOUR_EACH, _PLANNED)),
     ("micro_batch_size_per_gpu", (("micro_batch_size_per_gpu", 2),), _FSDP2),
     ("loss_agg_mode", (("loss_agg_mode", "token-sum"),), _FSDP2),
     ("forward_only", (("forward_only", True),), _FSDP2),
@@ -177,7 +182,9 @@ _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
     # A first AdamW step is the sign of the gradient whatever the betas: there are three steps.
     ("betas.0", (("betas.0", 0.5),), _ADAMW),
     ("betas.1", (("betas.1", 0.5),), _ADAMW),
-    ("clip_grad", (("clip_grad", 0.0009765625),), _STEPPED),
+    ("clip_grad", _CLIPPED, _STEPPED),
+    # Infinity is no clipping, where the base case clips.
+    ("clip_grad", (("clip_grad", ".inf"),), _with(_STEPPED, _CLIPPED)),
     ("lr_scheduler_type", _COSINE_4, _STEPPED),
     ("lr_warmup_steps", (("lr_warmup_steps", 2),), _STEPPED),
     (
@@ -213,14 +220,27 @@ _ILLEGAL: tuple[tuple[str, Overrides, Case], ...] = (
     ("max_token_len_per_gpu", (("max_token_len_per_gpu", 64),), _FSDP2),
     ("max_token_len_per_gpu", (*_DYNAMIC, ("max_token_len_per_gpu", 0)), _FSDP2),
     ("micro_batch_size_per_gpu", (("micro_batch_size_per_gpu", 0),), _FSDP2),
+    ("force_group_size", (*_PLANNED, ("force_group_size", 0)), _FSDP2),
+    ("force_group_size", (("force_group_size", 2),), _FSDP2),
     ("loss_agg_mode", (("loss_agg_mode", "mean"),), _FSDP2),
     ("optimizer", (("optimizer", "NoSuchOptimizer"),), _FSDP2),
     ("lr", (("lr", -1.0),), _FSDP2),
+    ("lr", (("lr", ".nan"),), _FSDP2),
+    ("lr", (("lr", ".inf"),), _FSDP2),
     ("weight_decay", (("weight_decay", -1.0),), _FSDP2),
+    ("weight_decay", (("weight_decay", ".nan"),), _FSDP2),
     ("betas.0", (("betas.0", 1.0),), _ADAMW),
+    ("betas.0", (("betas.0", ".nan"),), _ADAMW),
+    ("betas.1", (("betas.1", 1.0),), _ADAMW),
+    ("betas.1", (("betas.1", -0.5),), _ADAMW),
+    ("betas.0", (("betas", 0.9),), _ADAMW),
     ("clip_grad", (("clip_grad", None),), _FSDP2),
     ("clip_grad", (("clip_grad", 0.0),), _FSDP1),
     ("clip_grad", (("clip_grad", -1.0),), _FSDP2),
+    ("clip_grad", (("clip_grad", ".nan"),), _FSDP1),
+    ("clip_grad", (("clip_grad", "-.inf"),), _FSDP2),
+    ("clip_grad", (("clip_grad", "1.0"),), _FSDP2),
+    ("clip_grad", (("clip_grad", True),), _FSDP2),
     ("lr_scheduler_type", (("lr_scheduler_type", "linear"),), _FSDP2),
     ("total_training_steps", _COSINE, _FSDP2),
     ("lr_warmup_steps_ratio", (*_NO_WARMUP, ("lr_warmup_steps_ratio", 2.0)), _FSDP2),

@@ -66,8 +66,12 @@ class Float64Mode(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        widened = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_widened, args), **widened)
+        # This is called for every operation, and next to none of them names a dtype.
+        if any(value is torch.float32 for value in args):
+            args = tuple(map(_widened, args))
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{name: _widened(value) for name, value in kwargs.items()})
 
 
 def _widened(value: Any) -> Any:
@@ -143,6 +147,19 @@ class Evaluator:
             if parameter.grad is not None
         }
         return Evaluation(total=float(scalar.detach()), gradients=gradients)
+
+    def losses(self, micro_batch: MicroBatch, *, training: bool) -> Tensor:
+        """Per-token losses `[sequences, tokens]` of one forward, inside `loaded`.
+
+        In train mode, or in eval mode and without gradients as inference runs.
+        """
+        self._module.train(training)
+        try:
+            with torch.set_grad_enabled(training):
+                output = self._module(**module_arguments(self.case, micro_batch.inputs))
+                return self._loss(output, micro_batch).detach()
+        finally:
+            self._module.train()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():

@@ -6,7 +6,7 @@ gets from gradients to parameters is another oracle's matter, and its errors are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,18 @@ def observed_gradients(
     observation: Observation,
     *,
     truths: Mapping[int, Truth] | None = None,
+    only: Container[int] | None = None,
 ) -> Iterator[ActionGradients]:
-    """Assemble and predict every training action in turn.
+    """Assemble and predict every training action in turn, or those at the places in `only`.
 
     `truths` by batch index replace this case's own: for the same sequences in another partition.
     """
     case = evaluator.case
-    actions = {action.index: action for action in train_actions(case, observation)}
+    actions = {
+        action.index: action
+        for action in train_actions(case, observation)
+        if only is None or action.index in only
+    }
     for moment in moments(evaluator, observation):
         if moment.index not in actions:
             if moment.after is None:

@@ -1,15 +1,15 @@
 """What a split into micro-batches must keep, whatever the engine's way of balancing them.
 
-Every sequence of a rank is in one micro-batch, none is empty, and all ranks have the same number of
-micro-batches, because forward and backward communicate. How many a token budget makes is bounded on
-both sides; which sequences go together is the engine's choice.
+Every sequence of a rank is in one micro-batch, a group in the same one, none is empty, and all
+ranks have the same number of micro-batches, because forward and backward communicate. How many a
+token budget makes is bounded on both sides; which groups go together is the engine's choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.contract.batch import Batch, Planning, Static
+from fsdp_engine.contract.batch import Batch, Planning, Static, TokenBudget
 from oracles.verdict import Mismatch
 
 Plan = tuple[tuple[int, ...], ...]
@@ -23,6 +23,7 @@ def plan_mismatches(
     for rank, plan in enumerate(plans):
         place = f"{where} rank {rank} plan"
         mismatches += _partition_mismatches(place, plan, len(batch.ranks[rank]))
+        mismatches += _group_mismatches(place, plan, planning.group)
         if len(plan) != len(plans[0]):
             wanted = f"{len(plans[0])} as on rank 0"
             mismatches.append(
@@ -40,7 +41,7 @@ def plan_mismatches(
                     )
                 )
         return mismatches
-    return _budget_mismatches(where, batch, planning.max_tokens, plans)
+    return _budget_mismatches(where, batch, planning, plans)
 
 
 def consecutive(num_sequences: int, size: int) -> Plan:
@@ -54,24 +55,28 @@ def token_counts(batch: Batch) -> list[int]:
     return [sum(sequence.length for sequence in rank) for rank in batch.ranks]
 
 
-def fewest_micro_batches(batch: Batch, max_tokens: int) -> int:
+def fewest_micro_batches(batch: Batch, planning: TokenBudget) -> int:
     """No split within the budget has fewer: the fullest rank's tokens over the budget.
 
-    A rank with fewer sequences than that caps it, for no micro-batch is empty.
+    A rank with fewer groups than that caps it, for no micro-batch is empty.
     """
-    fullest = -(-max(token_counts(batch)) // max_tokens)
-    return min(fullest, min(map(len, batch.ranks)))
+    fullest = -(-max(token_counts(batch)) // planning.max_tokens)
+    return min(fullest, _fewest_groups(batch, planning))
 
 
-def most_micro_batches(batch: Batch, max_tokens: int) -> int:
+def most_micro_batches(batch: Batch, planning: TokenBudget) -> int:
     """No rank needs more.
 
     First come, first served, two neighbours exceed the budget together. Longest first, each to the
-    lightest of this many: a sequence over half the budget is alone, and any other meets at most
-    the mean load, which is half the budget.
+    lightest of this many: a group over half the budget is alone, and any other meets at most the
+    mean load, which is half the budget.
     """
-    neighbours = -(-2 * max(token_counts(batch)) // max_tokens)
-    return max(1, min(neighbours, min(map(len, batch.ranks))))
+    neighbours = -(-2 * max(token_counts(batch)) // planning.max_tokens)
+    return max(1, min(neighbours, _fewest_groups(batch, planning)))
+
+
+def _fewest_groups(batch: Batch, planning: Planning) -> int:
+    return min(map(len, batch.ranks)) // planning.group
 
 
 def _partition_mismatches(where: str, plan: Plan, num_sequences: int) -> list[Mismatch]:
@@ -98,17 +103,33 @@ def _partition_mismatches(where: str, plan: Plan, num_sequences: int) -> list[Mi
     return mismatches
 
 
+def _group_mismatches(where: str, plan: Plan, group: int) -> list[Mismatch]:
+    """Groups are consecutive sequences of the rank's batch."""
+    homes: dict[int, set[int]] = {}
+    for number, part in enumerate(plan):
+        for index in part:
+            homes.setdefault(index // group, set()).add(number)
+    return [
+        Mismatch(
+            where=f"{where} group of sequences {at * group} to {at * group + group - 1}",
+            got=f"in micro-batches {sorted(numbers)}",
+            wanted="in one",
+        )
+        for at, numbers in sorted(homes.items())
+        if group > 1 and len(numbers) > 1
+    ]
+
+
 def _budget_mismatches(
-    where: str, batch: Batch, max_tokens: int, plans: Sequence[Plan]
+    where: str, batch: Batch, planning: TokenBudget, plans: Sequence[Plan]
 ) -> list[Mismatch]:
-    count = len(plans[0])
-    low = fewest_micro_batches(batch, max_tokens)
-    high = most_micro_batches(batch, max_tokens)
+    count, max_tokens = len(plans[0]), planning.max_tokens
+    low, high = fewest_micro_batches(batch, planning), most_micro_batches(batch, planning)
     mismatches = []
     if not low <= count <= high:
         wanted = f"{low} to {high} for {token_counts(batch)} tokens, {max_tokens} at a time"
         mismatches.append(Mismatch(where=f"{where} micro-batches", got=str(count), wanted=wanted))
-    capped = count == min(map(len, batch.ranks))  # a rank has no sequence left to split
+    capped = count == _fewest_groups(batch, planning)  # a rank has no group left to split
     for rank, plan in enumerate(plans):
         if capped and count < -(-2 * token_counts(batch)[rank] // max_tokens):
             continue  # not even an even split is sure to fit

@@ -117,31 +117,57 @@ def covering_array(*, strength: int, max_world_size: int) -> tuple[Axes, ...]:
 def _balanced(
     rows: list[Axes], axes: dict[str, tuple[str, ...]], *, strength: int
 ) -> tuple[Axes, ...]:
-    """The rows with values exchanged for rarer ones wherever no combination is lost.
+    """The rows with values exchanged wherever pairs become more even and no combination is lost.
 
     Where a row is free to choose, the array has the simplest value: without this most of its rows
-    would be eager FSDP2. Adapters stay rare: with one, only its own small weights are trained.
+    would be eager FSDP2 with ZeRO-3, and every other choice on these axes would come with one
+    single choice on the others. Adapters stay rare: with one, only its own small weights are
+    trained.
     """
     combinations = Counter(part for row in rows for part in row.combinations(strength))
-    usage = {name: Counter(getattr(row, name) for row in rows) for name in axes}
-    balanced = []
-    for row in rows:
-        for name, values in axes.items():
-            if name == "adapter":
-                continue
-            count = usage[name]
-            current, rarest = getattr(row, name), min(values, key=count.__getitem__)
-            other = dataclasses.replace(row, **{name: rarest})
-            lost = row.combinations(strength) - other.combinations(strength)
-            needed = any(combinations[part] == 1 for part in lost)
-            if count[rarest] + 1 < count[current] and is_possible(other) and not needed:
-                combinations.subtract(lost)
-                combinations.update(other.combinations(strength) - row.combinations(strength))
-                count.subtract((current,))
-                count.update((rarest,))
-                row = other
-        balanced.append(row)
+    pairs = Counter(part for row in rows for part in row.combinations(2))
+    balanced = list(rows)
+    for _ in range(_PASSES):
+        for index, row in enumerate(balanced):
+            for name in axes:
+                if name == "adapter":
+                    continue
+                others = [dataclasses.replace(row, **{name: value}) for value in axes[name]]
+                row = min(
+                    (other for other in others if _may_replace(row, other, combinations, strength)),
+                    key=functools.partial(_crowding, row, pairs, axes),
+                )
+                before = balanced[index]
+                combinations.subtract(before.combinations(strength))
+                combinations.update(row.combinations(strength))
+                pairs.subtract(before.combinations(2))
+                pairs.update(row.combinations(2))
+                balanced[index] = row
     return tuple(balanced)
+
+
+_PASSES = 4
+"""More change next to nothing."""
+
+
+def _may_replace(row: Axes, other: Axes, combinations: Counter[Combination], strength: int) -> bool:
+    """Whether the array has `other` instead of `row` without losing a combination."""
+    lost = row.combinations(strength) - other.combinations(strength)
+    return is_possible(other) and all(combinations[part] > 1 for part in lost)
+
+
+def _crowding(
+    row: Axes, pairs: Counter[Combination], axes: dict[str, tuple[str, ...]], other: Axes
+) -> float:
+    """How much more often than evenly the pairs that `other` brings in are there already.
+
+    `row` is in the array now, and is to go.
+    """
+    own = row.combinations(2)
+    return sum(
+        (pairs[pair] - (pair in own)) * len(axes[pair[0][0]]) * len(axes[pair[1][0]])
+        for pair in other.combinations(2)
+    )
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import hypothesis
 
@@ -19,10 +18,10 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
-from oracles.verdict import Verdict, not_applicable
+from oracles.verdict import Mismatch, Verdict, failing, not_applicable
 from properties.catalog import Check, property_id
-from properties.known_issues import KnownIssue, known_issue
-from properties.outcome import Ending, ending_of, inconclusive
+from properties.issues.issue import KnownIssue, fixed_issue, known_issue
+from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
 from properties.repro import remove_repro, repro_path, source_of, write_repro
 
@@ -32,13 +31,6 @@ MAX_HANGS = 3
 
 MAX_HANGS_OF_ALL = 12
 """Cases that may hang in one process; after them nothing is run any more."""
-
-
-class Worlds(Run, Protocol):
-    """Warm worlds; `fresh` runs every case in a new one."""
-
-    @property
-    def fresh(self) -> Run: ...
 
 
 class PropertyFailure(AssertionError):
@@ -64,9 +56,19 @@ class _Failure:
 
 @dataclass(slots=True)
 class Hangs:
-    """How many cases have hung so far."""
+    """How many cases have hung so far, and which known issues have."""
 
     count: int = 0
+    known: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """How a case ended; `issue` explains a failure, `fixed` is one that a pass disproves."""
+
+    ending: Ending
+    issue: KnownIssue | None = None
+    fixed: KnownIssue | None = None
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -114,7 +116,7 @@ class Judge:
         tally = self.tallies.setdefault(name, Tally())
         began = time.monotonic()
         try:
-            ending = self._confirmed(check, case)
+            judged = self._confirmed(check, case, name)
         except UnsupportedCase as error:
             tally.refuse(str(error), by_engine=True)
             return None
@@ -123,32 +125,34 @@ class Judge:
             raise
         finally:
             tally.seconds += time.monotonic() - began
-        return self._counted(ending, case, name, tally)
+        return self._counted(judged, case, name, tally)
 
-    def _counted(self, ending: Ending, case: Case, name: str, tally: Tally) -> _Failure | None:
-        verdict = ending.verdict
+    def _counted(self, judged: _Judged, case: Case, name: str, tally: Tally) -> _Failure | None:
+        verdict, how = judged.ending.verdict, judged.ending.how
+        if judged.issue is not None:
+            tally.add_judged(case, verdict, judged.issue.id)
+            return None
         match verdict.outcome:
             case "not_applicable":
                 tally.refuse(verdict.reason, by_engine=False)
                 return None
             case "inconclusive":
                 tally.add_inconclusive()
-                self._hangs += ending.how == "Hung"
-                self.hangs.count += ending.how == "Hung"
+                self._hangs += how == "Hung"
+                self.hangs.count += how == "Hung"
             case "fail":
-                issue = known_issue(
-                    self.known_issues, engine=self.engine, property_id=name, case=case
-                )
-                tally.add_judged(case, verdict, issue)
-                if issue is not None:
-                    return None
+                tally.add_judged(case, verdict, None)
+            case "pass" if judged.fixed is not None:
+                verdict, how = _gone(judged.fixed), "Fixed"
+                tally.add_judged(case, verdict, None)
+                tally.fixed[judged.fixed.id] += 1
             case "pass":
                 tally.add_judged(case, verdict, None)
                 _climb(verdict.margin, name)
                 return None
         path = repro_path(self.repro_folder, case, name)
         message = failure_message(case, verdict, name=name, engine=self.engine, path=path)
-        return _Failure(kind=failure_class(name, ending.how), message=message)
+        return _Failure(kind=failure_class(name, how), message=message)
 
     def _keep_only(self, name: str, case: Case) -> None:
         """Write the files of the failure at hand; those of a search's larger cases go.
@@ -161,25 +165,61 @@ class Judge:
             remove_repro(before)
         self._kept[name] = path
 
-    def _confirmed(self, check: Check, case: Case) -> Ending:
-        """How the case ends in a warm world; anything but a pass is repeated in a fresh one."""
+    def _confirmed(self, check: Check, case: Case, name: str) -> _Judged:
+        """How the case ends in a warm world; anything but a pass is repeated in a fresh one.
+
+        A known issue needs no confirmation, and its end does.
+        """
         if self.hangs.count >= MAX_HANGS_OF_ALL:
             reason = f"not run: {self.hangs.count} cases have hung before"
-            return Ending(verdict=inconclusive(reason), how="NotRun")
-        warm = ending_of(check, case, self.worlds)
-        if warm.verdict.outcome in ("pass", "not_applicable"):
+            return _Judged(ending=Ending(verdict=inconclusive(reason), how="NotRun"))
+        hung = self._known_to_hang(name, case)
+        if hung is not None:
+            reason = f"not run: known issue {hung.id} has hung before"
+            return _Judged(ending=Ending(verdict=not_applicable(reason), how="NotRun"))
+        warm = self._run(check, case, name, self.worlds)
+        if warm.issue is not None or warm.ending.verdict.outcome == "not_applicable":
+            return warm
+        if warm.ending.verdict.outcome == "pass" and warm.fixed is None:
             return warm
         try:
-            fresh = ending_of(check, case, self.worlds.fresh)
+            fresh = self._run(check, case, name, self.worlds.fresh)
         except UnsupportedCase as error:
-            fresh = Ending(verdict=not_applicable(str(error)), how="Refused")
-        if fresh.verdict.outcome == warm.verdict.outcome:
+            refusal = Ending(verdict=not_applicable(str(error)), how="Refused")
+            fresh = _Judged(ending=refusal)
+        if fresh.ending.verdict.outcome == warm.ending.verdict.outcome:
             return fresh
         reason = (
             "state leak or flake: the same case in a fresh world is "
-            f"{_told(fresh.verdict)}; before it was {_told(warm.verdict)}"
+            f"{_told(fresh.ending.verdict)}; before it was {_told(warm.ending.verdict)}"
         )
-        return Ending(verdict=inconclusive(reason), how="Flaked")
+        return _Judged(ending=Ending(verdict=inconclusive(reason), how="Flaked"))
+
+    def _run(self, check: Check, case: Case, name: str, run: Run) -> _Judged:
+        """The case's end in a world, held against the known issues."""
+        watched = Watched(run)
+        ending = ending_of(check, case, watched)
+        issues, ran = self.known_issues, watched.cases
+        match ending.verdict.outcome:
+            case "pass":
+                fixed = fixed_issue(issues, engine=self.engine, property_id=name, ran=ran)
+                return _Judged(ending=ending, fixed=fixed)
+            case "fail" | "inconclusive":
+                issue = known_issue(
+                    issues, engine=self.engine, property_id=name, ran=ran, ending=ending
+                )
+                if issue is not None and ending.how == "Hung":
+                    self.hangs.known.add(issue.id)
+                return _Judged(ending=ending, issue=issue)
+        return _Judged(ending=ending)
+
+    def _known_to_hang(self, name: str, case: Case) -> KnownIssue | None:
+        """The issue that has hung in this process and may again in this case."""
+        for issue in self.known_issues:
+            if issue.id in self.hangs.known and issue.concerns(self.engine, name):
+                if issue.hits(case):
+                    return issue
+        return None
 
 
 def failure_message(case: Case, verdict: Verdict, *, name: str, engine: str, path: Path) -> str:
@@ -198,6 +238,15 @@ def failure_message(case: Case, verdict: Verdict, *, name: str, engine: str, pat
         f"python -m properties.replay {path} --engine {engine}",
     ]
     return "\n".join(lines)
+
+
+def _gone(issue: KnownIssue) -> Verdict:
+    """A known issue that no longer shows: strict, as an unexpected pass is."""
+    got = f"the property holds for a case in which it must fail: {issue.reason}"
+    wanted = f"a failure, or no such entry in properties/known_issues.py ({issue.reference})"
+    return failing(
+        Mismatch(where=f"known issue {issue.id} no longer shows", got=got, wanted=wanted)
+    )
 
 
 def _told(verdict: Verdict) -> str:

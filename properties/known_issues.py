@@ -1,40 +1,225 @@
-"""Failures that are known, with where they are told: reported as such, never as a pass.
+"""The known failures of torch's own FSDP1 and FSDP2, as the plain adapters show them.
 
-An issue names the engine, the property and the cases it hits. A failure of another kind on the
-same cases is hidden by it, so the predicate is as narrow as it can be.
+All were seen on torch 2.13 with gloo. What the words of an entry mean is said in
+`properties.issues.issue`. The reference engine has none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
-from fsdp_engine.contract.case import Case
+from properties.issues import programs
+from properties.issues import torch_defects as torch
+from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
 
-Predicate: TypeAlias = Callable[[Case], bool]
+__all__ = ["KNOWN_ISSUES", "KnownIssue", "fixed_issue", "known_issue"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownIssue:
-    """A known failure: a stable id, whose it is, and where to read about it."""
-
-    id: str
-    engine: str
-    property: str
-    hits: Predicate
-    reference: str
+_PYTORCH = "https://github.com/pytorch/pytorch"
+_SOURCE = f"{_PYTORCH}/blob/v2.13.0/torch/distributed/fsdp"
+_GRADIENTS = ("gradient-matches-oracle",)
 
 
-KNOWN_ISSUES: tuple[KnownIssue, ...] = ()
-"""None at present: the shipped adapters decline what their engine cannot do."""
+def _both(first: Predicate, *others: Predicate) -> Predicate:
+    return lambda case: first(case) and all(other(case) for other in others)
 
 
-def known_issue(
-    issues: tuple[KnownIssue, ...], *, engine: str, property_id: str, case: Case
-) -> str | None:
-    """The id of the first issue that explains a failure of the case; None where none does."""
-    for issue in issues:
-        if (issue.engine, issue.property) == (engine, property_id) and issue.hits(case):
-            return issue.id
-    return None
+FSDP1 = (
+    KnownIssue(
+        id="fsdp1-one-shard-never-averages",
+        engines=("torch_fsdp1",),
+        reason="hybrid sharding with one shard turns into NO_SHARD over the shard axis, so "
+        "gradients are divided by the number of ranks and never cross the replicas",
+        reference=f"{_PYTORCH}/issues/154888",
+        hits=torch.never_averages,
+        must=_both(torch.never_averages, programs.is_alive),
+        ends=("Failed",),
+        must_in=_GRADIENTS,
+    ),
+    KnownIssue(
+        id="fsdp1-no-shard-rounds-running-sum",
+        engines=("torch_fsdp1",),
+        reason="NO_SHARD reduces the sum of the new and the already reduced gradient, so the sum "
+        "is rounded to the reduce dtype at every micro-batch",
+        reference=f"{_SOURCE}/_runtime_utils.py#L932",
+        hits=torch.rounds_running_sum,
+        must=torch.surely_rounds_running_sum,
+        ends=("Failed",),
+        must_in=_GRADIENTS,
+    ),
+    KnownIssue(
+        id="fsdp1-clip-refuses-double",
+        engines=("torch_fsdp1",),
+        reason="clip_grad_norm_ asks for norms in fp32, which torch refuses for fp64 gradients",
+        reference=f"{_SOURCE}/fully_sharded_data_parallel.py#L2119",
+        hits=torch.clips_in_double,
+        must=torch.clips_in_double,
+        ends=("RaisedRuntimeError",),
+        says=("without narrowing to the specified dtype",),
+    ),
+    KnownIssue(
+        id="fsdp1-no-shard-tied-and-frozen",
+        engines=("torch_fsdp1",),
+        reason="with NO_SHARD a tied parameter of a wholly frozen unit is registered as a tensor "
+        "that is no parameter, which the next forward asserts against",
+        reference=f"{_SOURCE}/_flat_param.py#L2024",
+        hits=torch.ties_what_is_frozen,
+        must=torch.ties_what_is_frozen,
+        ends=("RaisedAssertionError",),
+        says=("as_params=",),
+    ),
+    KnownIssue(
+        id="fsdp1-no-shard-tied-in-low-precision",
+        engines=("torch_fsdp1",),
+        reason="with NO_SHARD every forward assigns a tied parameter its gradient once more, which "
+        "torch refuses where no_sync left one in the compute dtype",
+        reference=f"{_SOURCE}/_flat_param.py#L1949",
+        hits=partial(torch.ties_in_low_precision, unknown=True),
+        must=partial(torch.ties_in_low_precision, unknown=False),
+        ends=("RaisedRuntimeError",),
+        says=("grad_dtype",),
+    ),
+    KnownIssue(
+        id="fsdp1-deferred-unit-not-in-the-last",
+        engines=("torch_fsdp1",),
+        reason="the final callback asserts that every unit with a gradient was reduced in the last "
+        "backward, which one that only earlier micro-batches used was not",
+        reference=f"{_SOURCE}/_flat_param.py#L1715",
+        hits=partial(torch.skips_unit_in_the_last, unknown=True),
+        must=partial(torch.skips_unit_in_the_last, unknown=False),
+        ends=("RaisedAssertionError",),
+        says=("_saved_grad_shard",),
+    ),
+    KnownIssue(
+        id="fsdp1-steps-what-was-not-used",
+        engines=("torch_fsdp1",),
+        reason="a parameter that no rank used has zeros for a gradient where its unit ran, so "
+        "weight decay moves it and AdamW gives it state",
+        reference=f"{_SOURCE}/_flat_param.py#L2595",
+        hits=partial(torch.steps_without_use, unknown=True),
+        must=lambda _: False,
+        ends=("Failed",),
+        properties=("optimizer-step-matches-oracle", "unused-parameters-stay"),
+    ),
+    KnownIssue(
+        id="fsdp1-interrupted-batch-stays",
+        engines=("torch_fsdp1",),
+        reason="an exception in a micro-batch leaves training states, gathered parameters and "
+        "saved gradients as they were, and nothing public puts them back",
+        reference=f"{_SOURCE}/_runtime_utils.py#L701",
+        hits=lambda case: any(programs.was_interrupted(case, unknown=True)),
+        must=lambda case: (
+            case.mesh.shards > 1
+            and any(a.phase == "forward" for a in programs.was_interrupted(case, unknown=False))
+        ),
+        ends=("Failed", "RaisedRuntimeError", "RaisedValueError", "RaisedAssertionError"),
+    ),
+    KnownIssue(
+        id="fsdp1-restore-while-gathered",
+        engines=("torch_fsdp1",),
+        reason="the root stays gathered after a forward without backward, so what is written to "
+        "its shards in place is not seen by the next forward",
+        reference=f"{_PYTORCH}/issues/117421",
+        hits=programs.restores_what_is_gathered,
+        must=lambda case: (
+            case.mesh.shards > 1
+            and programs.restores_what_is_gathered(case)
+            and programs.never_frozen(case)
+            and programs.moves_at_once(case)
+            and programs.is_alive(case)
+        ),
+        ends=("Failed",),
+        must_in=_GRADIENTS,
+    ),
+)
+
+FSDP2 = (
+    KnownIssue(
+        id="fsdp2-fresh-gradient-in-the-last",
+        engines=("torch_fsdp2",),
+        reason="a parameter first used in the last micro-batch has a gradient in the compute dtype "
+        "beside accumulated ones in the reduce dtype",
+        reference=f"{_PYTORCH}/issues/196996",
+        hits=partial(torch.meets_fresh_gradient, unknown=True),
+        must=_both(partial(torch.meets_fresh_gradient, unknown=False), programs.never_frozen),
+        ends=("RaisedAssertionError",),
+        says=("uniform gradient dtype",),
+    ),
+    KnownIssue(
+        id="fsdp2-accumulates-what-never-ran",
+        engines=("torch_fsdp2",),
+        reason="a unit that was never gathered has no unsharded parameter, which the accumulation "
+        "in the reduce dtype reads all the same",
+        reference=f"{_PYTORCH}/pull/194058",
+        hits=partial(torch.accumulates_what_never_ran, unknown=True),
+        must=partial(torch.accumulates_what_never_ran, unknown=False),
+        ends=("RaisedAttributeError",),
+        says=("_unsharded_param",),
+    ),
+    KnownIssue(
+        id="fsdp2-used-on-some-ranks",
+        engines=("torch_fsdp2",),
+        reason="a unit reduces the parameters that have a gradient on this rank: where ranks "
+        "differ, sizes do not fit and gloo ends the process, or equal sizes are mixed silently",
+        reference=f"{_PYTORCH}/issues/158719",
+        hits=partial(torch.uses_on_some_ranks, unknown=True),
+        must=_both(partial(torch.uses_on_some_ranks, unknown=False), programs.never_frozen),
+        ends=("Failed", "Died", "Hung", "RaisedRuntimeError", "RaisedAssertionError"),
+        must_in=_GRADIENTS,
+    ),
+    KnownIssue(
+        id="fsdp2-unfrozen-after-first-forward",
+        engines=("torch_fsdp2",),
+        reason="a unit takes its dtypes from the parameters that train at the first forward, of "
+        "which there are none: its gradient is neither reduced in the reduce dtype nor cast back",
+        reference=f"{_PYTORCH}/issues/186998",
+        hits=lambda case: (
+            case.dtypes.mixed and programs.trains_what_began_frozen(case, must_raise=False)
+        ),
+        must=lambda case: (
+            case.dtypes.mixed
+            and case.model.optional == "none"
+            and programs.trains_what_began_frozen(case, must_raise=True)
+        ),
+        ends=("Failed", "RaisedRuntimeError"),
+        says=("grad_dtype", "gradient"),
+    ),
+    KnownIssue(
+        id="fsdp2-frozen-or-unfrozen-while-gathered",
+        engines=("torch_fsdp2",),
+        reason="what stays gathered after a forward without backward keeps the requires_grad of "
+        "then, so the next micro-batch does not see what was frozen or unfrozen since",
+        reference=f"{_SOURCE}/_fully_shard/_fsdp_param_group.py#L372",
+        hits=lambda case: bool(programs.toggles_what_is_gathered(case)),
+        must=lambda _: False,
+        ends=("Failed",),
+    ),
+    KnownIssue(
+        id="fsdp2-interrupted-batch-stays",
+        engines=("torch_fsdp2",),
+        reason="gradients that wait for their reduction survive zero_grad and reset_iter_state "
+        "and are added to the next batch's",
+        reference=f"{_SOURCE}/_fully_shard/_fully_shard.py#L376",
+        hits=lambda case: any(programs.was_interrupted(case, unknown=True)),
+        must=lambda _: False,
+        ends=("Failed", "RaisedRuntimeError", "RaisedAssertionError"),
+    ),
+    KnownIssue(
+        id="fsdp2-restore-while-gathered",
+        engines=("torch_fsdp2",),
+        reason="the root stays gathered after a forward without backward, so what is written to "
+        "its shards in place is not seen by the next forward",
+        reference=f"{_PYTORCH}/issues/144289",
+        hits=programs.restores_what_is_gathered,
+        must=lambda case: (
+            case.mesh.shards > 1
+            and programs.restores_what_is_gathered(case)
+            and programs.never_frozen(case)
+            and programs.moves_at_once(case)
+            and programs.is_alive(case)
+        ),
+        ends=("Failed",),
+        must_in=_GRADIENTS,
+    ),
+)
+
+KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2

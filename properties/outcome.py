@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import EngineRaised, RankDied, RankHung, WorldError
-from fsdp_engine.contract.protocol import Run
+from fsdp_engine.contract.observation import Observation
+from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing
 from properties.catalog import Check
 
@@ -17,12 +18,40 @@ _MAX_LINES = 25
 Traces: TypeAlias = dict[int, str]
 
 
+class Worlds(Run, Protocol):
+    """Warm worlds; `fresh` runs every case in a new one."""
+
+    @property
+    def fresh(self) -> Run: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """A run that keeps the cases it is asked for: a check may run others than its own."""
+
+    run: Run
+    cases: list[Case] = field(default_factory=list)
+
+    def __call__(self, case: Case) -> Observation:
+        self.cases.append(case)
+        return self.run(case)
+
+    def tables(
+        self,
+        *,
+        mesh_shapes: tuple[tuple[int, int], ...] = (),
+        strategies: tuple[tuple[int, bool], ...] = (),
+    ) -> EngineTables:
+        return self.run.tables(mesh_shapes=mesh_shapes, strategies=strategies)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How a case ended: its verdict, and one word for the way it came about.
 
     `how` tells different bugs apart while a failure is shrunk: `Failed`, `Died`, `Hung`,
-    `WorldFailed`, `Flaked`, `Refused`, `NotRun` or `Raised` with the exception's class name.
+    `WorldFailed`, `Flaked`, `Refused`, `NotRun`, `Fixed` or `Raised` with the exception's class
+    name.
     """
 
     verdict: Verdict

@@ -30,7 +30,7 @@ from oracles.records import train_actions
 from oracles.reduction import emulate
 from oracles.replay import replay
 from oracles.verdict import Mismatch
-from properties.judge import Worlds
+from properties.outcome import Worlds
 
 Unreplayable: TypeAlias = Mapping[str, str]
 """Compute dtype to what the probe found there; a dtype that is not in it was confirmed."""
@@ -55,7 +55,7 @@ def probe() -> dict[str, str]:
             try:
                 mismatch = first_difference(case, pool(case))
             except FsdpPropertiesError as error:
-                found[dtype] = f"plain FSDP2 did not run: {' '.join(str(error).split())[:200]}"
+                found[dtype] = f"plain FSDP2 did not run: {str(error).splitlines()[0]}"
                 continue
             if mismatch is not None:
                 found[dtype] = str(mismatch)

@@ -25,6 +25,7 @@ from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import Verdict
 from properties.catalog import PROPERTIES, load_check
 from properties.outcome import ending_of
+from properties.probe import ProbedRun, probe
 from properties.repro import read_case_file, read_text
 
 Status: TypeAlias = Literal["FIXED", "FAILED", "ERROR"]
@@ -43,11 +44,15 @@ class Replayed:
 
 
 def replay(case: Case, *, property_id: str, engine: str) -> Replayed:
-    """Judge the case once in a fresh world."""
+    """Judge the case once in a fresh world; what fails, only by what the probe confirms."""
     try:
         check = load_check(property_id)
         with WorldPool(engine, case_timeout_s=CASE_TIMEOUT_S) as pool:
-            return _replayed(ending_of(check, case, pool.fresh).verdict)
+            verdict = ending_of(check, case, pool.fresh).verdict
+            if verdict.outcome == "fail" and (unreplayable := probe()):
+                probed = ProbedRun(pool.fresh, unreplayable)
+                verdict = ending_of(check, case, probed).verdict
+            return _replayed(verdict)
     except UnsupportedCase as error:
         return Replayed(status="ERROR", reason=f"not applicable: {error}")
     except EngineLoadError as error:

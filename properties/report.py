@@ -20,6 +20,8 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
 from oracles.verdict import MarginKind, Verdict
 from properties.covering import Axes, axes_of, feasible_pairs, pairs_judged
+from properties.issues.issue import KnownIssue
+from properties.known_issues import KNOWN_ISSUES
 
 SCHEMA = 1
 
@@ -27,7 +29,7 @@ PropertyVerdict: TypeAlias = Literal[
     "pass", "fail", "inconclusive", "not_applicable", "known_issue"
 ]
 
-_COUNTERS = ("not_applicable", "known_issue", "worlds")
+_COUNTERS = ("not_applicable", "known_issue", "fixed", "worlds")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class Tally:
     """Counts of one property.
 
     `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
-    what the check itself has nothing to say about. `rows` are the main axes of the judged cases.
+    what the check itself has nothing to say about. `known_issue` counts failed cases by the issue
+    that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are the main axes of the judged cases.
     """
 
     drawn: int = 0
@@ -44,6 +47,7 @@ class Tally:
     refused_by_engine: int = 0
     inconclusive: int = 0
     known_issue: Counter[str] = field(default_factory=Counter)
+    fixed: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     worlds: Counter[str] = field(default_factory=Counter)
     worst_margin: float | None = None
@@ -86,6 +90,7 @@ class Tally:
         self.refused_by_engine += other.refused_by_engine
         self.inconclusive += other.inconclusive
         self.known_issue += other.known_issue
+        self.fixed += other.fixed
         self.failed += other.failed
         self.worlds += other.worlds
         self.seconds += other.seconds
@@ -134,7 +139,7 @@ class Report:
     """A session: where and how it ran, its tallies, and the moments its tests began and ended.
 
     `unreplayable`: compute dtypes in which the probe at its start did not confirm that replayed
-    gradients are bit-equal, and why.
+    gradients are bit-equal, and why. Of `known_issues` those of the engine are listed, met or not.
     """
 
     engine: str
@@ -144,6 +149,7 @@ class Report:
     seed: int
     max_world_size: int
     unreplayable: dict[str, str] = field(default_factory=dict)
+    known_issues: tuple[KnownIssue, ...] = KNOWN_ISSUES
     tallies: dict[str, Tally] = field(default_factory=dict)
     began: float | None = None
     ended: float | None = None
@@ -186,6 +192,7 @@ class Report:
             "pairs_feasible": feasible,
             "pairs_judged": covered,
             "unreplayable": dict(sorted(self.unreplayable.items())),
+            "known_issues": [self._issue(issue) for issue in self._own_issues()],
             "properties": [_property(name, tally) for name, tally in sorted(self.tallies.items())],
         }
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
@@ -206,7 +213,33 @@ class Report:
         ]
         covered, feasible = self.pairs()
         probed = self.probe_lines() if self.unreplayable else []
-        return [*lines, f"pairs {covered}/{feasible}", *probed, *self.unsatisfiable()]
+        counted = [*lines, f"pairs {covered}/{feasible}"]
+        return [*counted, *probed, *self.known_issue_lines(), *self.unsatisfiable()]
+
+    def known_issue_lines(self) -> list[str]:
+        """One line for every known issue that was met, or that no longer shows."""
+        told = [self._issue(issue) for issue in self._own_issues()]
+        return [
+            f"known issue {issue['id']}: {issue['cases']} cases"
+            + (f", NO LONGER SHOWS in {issue['fixed']}" if issue["fixed"] else "")
+            + f" ({issue['reference']})"
+            for issue in told
+            if issue["cases"] or issue["fixed"]
+        ]
+
+    def _own_issues(self) -> list[KnownIssue]:
+        return [issue for issue in self.known_issues if self.engine in issue.engines]
+
+    def _issue(self, issue: KnownIssue) -> dict[str, Any]:
+        found = {name: tally.known_issue[issue.id] for name, tally in sorted(self.tallies.items())}
+        return {
+            "id": issue.id,
+            "reason": issue.reason,
+            "reference": issue.reference,
+            "cases": sum(found.values()),
+            "found_by": {name: count for name, count in found.items() if count},
+            "fixed": sum(tally.fixed[issue.id] for tally in self.tallies.values()),
+        }
 
     def probe_lines(self) -> list[str]:
         """What the probe at the start of the session found."""
@@ -234,6 +267,7 @@ def _property(name: str, tally: Tally) -> dict[str, Any]:
         "not_applicable": dict(sorted(tally.not_applicable.items())),
         "inconclusive": tally.inconclusive,
         "known_issue": dict(sorted(tally.known_issue.items())),
+        "fixed": dict(sorted(tally.fixed.items())),
         "failed": tally.failed,
         "cases_per_world_size": dict(sorted(tally.worlds.items(), key=lambda item: int(item[0]))),
         "verdict": tally.verdict,

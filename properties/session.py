@@ -14,7 +14,8 @@ import pytest
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import CaseError, FsdpPropertiesError
 from fsdp_engine.world.pool import WorldPool
-from properties.judge import Hangs, Worlds
+from properties.judge import Hangs
+from properties.outcome import Worlds
 from properties.probe import ProbedWorlds, probe
 from properties.profiles import PROFILES, Profile
 from properties.report import Report

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.actions import Action, Infer, Train
+from fsdp_engine.contract.actions import Action, Export, Infer, Train
 from fsdp_engine.contract.batch import Batch, Sequence, Static
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions, Mesh, Scalar, Strategy
 from fsdp_engine.contract.model import Model
@@ -23,6 +23,7 @@ from fsdp_engine.contract.observation import (
     Record,
     Replicate,
     Residency,
+    StateRecord,
     TrainRecord,
 )
 from fsdp_engine.contract.protocol import Answer, Capabilities, EngineTables
@@ -153,8 +154,10 @@ def _record(case: Case, rank: int, action: Action) -> Record:
         case Infer():
             empty = array_of(build_model(case).state_dict()["head.weight"])
             return InferRecord(token_losses=empty, collectives=())
-        case _:
+        case Export():
             return _export(case)
+        case _:
+            return _state(case)
 
 
 def _train(case: Case, rank: int, action: Train) -> TrainRecord:
@@ -181,6 +184,17 @@ def _train(case: Case, rank: int, action: Train) -> TrainRecord:
             for held in predict_held(case, numerics, gated, deferred=deferred)
         ),
         notes=(),
+    )
+
+
+def _state(case: Case) -> StateRecord:
+    flags = {name: p.requires_grad for name, p in build_model(case).named_parameters()}
+    return StateRecord(
+        training=True,
+        requires_grad=flags,
+        parameters=_parameters(case),
+        optimizer_state={},
+        collectives=(),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fsdp_engine.contract import actions, batch, case, model
 from fsdp_engine.contract.actions import Train
 from fsdp_engine.contract.batch import Batch, Sequence, Static
 from fsdp_engine.contract.case import (
@@ -13,6 +16,9 @@ from fsdp_engine.contract.case import (
     Strategy,
 )
 from fsdp_engine.contract.model import Model
+
+CASE_NAMES: dict[str, Any] = vars(actions) | vars(batch) | vars(model) | vars(case)
+"""What the source of a case is made of."""
 
 
 def small_case(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_engine.contract import case as contract
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import MAX_CASE_BYTES, canonical_json, case_from_json, case_id
 from fsdp_engine.contract.codec import encode
@@ -17,6 +16,7 @@ from fsdp_engine.contract.errors import CaseError
 from properties.repro import case_file_text, read_case_file, source_of
 from properties.strategies.cases import any_cases
 from properties.strategies.tables import one_case
+from tests.small_cases import CASE_NAMES
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -63,7 +63,7 @@ def test_cases_survive_json_and_source(case: Case) -> None:
     read = read_case_file(case_file_text(case, "gradient-matches-oracle"))
     assert (read.case, read.property) == (case, "gradient-matches-oracle")
     assert read_case_file(canonical_json(case)).case == case
-    assert eval(source_of(case), vars(contract)) == case
+    assert eval(source_of(case), CASE_NAMES) == case
     assert case_id(case_from_json(canonical_json(case))) == case_id(case)
 
 

@@ -114,3 +114,13 @@ def test_a_few_varied_rows_have_every_value() -> None:
     for name, values in factors(max_world_size=4).items():
         assert {getattr(row, name) for row in chosen} == set(values)
     assert varied(array[:2], count=5) == array[:2]
+
+
+def test_engine_options_are_combined_evenly() -> None:
+    """Otherwise two-valued axes could go hand in hand: all FSDP1 deferred, all FSDP2 eager."""
+    rows = covering_array(strength=2, max_world_size=4)
+    axes = ("strategy", "reshard", "sync", "planning")
+    for first, second in itertools.combinations(axes, 2):
+        for values in itertools.product(FACTORS[first], FACTORS[second]):
+            usage = sum((getattr(row, first), getattr(row, second)) == values for row in rows)
+            assert usage >= len(rows) // 5

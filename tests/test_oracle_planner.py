@@ -52,14 +52,18 @@ def test_consecutive_sequences() -> None:
 def test_bounds(
     lengths: tuple[tuple[int, ...], ...], max_tokens: int, fewest: int, most: int
 ) -> None:
-    batch = case_of(TokenBudget(max_tokens=max_tokens), *lengths).batches[0]
-    assert fewest_micro_batches(batch, max_tokens) == fewest
-    assert most_micro_batches(batch, max_tokens) == most
+    planning = TokenBudget(max_tokens=max_tokens)
+    batch = case_of(planning, *lengths).batches[0]
+    assert fewest_micro_batches(batch, planning) == fewest
+    assert most_micro_batches(batch, planning) == most
 
 
 STATIC = case_of(Static(sequences=2), (1, 2, 1, 2), (1, 2, 1, 2))
 DYNAMIC = case_of(TokenBudget(max_tokens=4), (3, 1, 2, 2), (1, 1, 1, 1))
+GROUPED = case_of(TokenBudget(max_tokens=5, group=2), (3, 1, 2, 2), (1, 1, 1, 1))
+GROUPS_IN_ORDER = case_of(Static(sequences=2, group=2), (1, 2, 1, 2), (1, 2, 1, 2))
 CAPPED = case_of(TokenBudget(max_tokens=4), (3, 3, 3), (1, 1))
+CAPPED_GROUPS = case_of(TokenBudget(max_tokens=3, group=2), (1, 1, 1, 1), (1, 1, 1, 1, 1, 1))
 GOOD: Plan = ((0, 1), (2, 3))
 
 
@@ -71,6 +75,10 @@ GOOD: Plan = ((0, 1), (2, 3))
         (DYNAMIC, (((1, 0), (3, 2)), ((0,), (1, 2, 3)))),
         (DYNAMIC, (((0,), (1,), (2, 3)), ((0,), (1,), (2, 3)))),
         (CAPPED, (((0, 1), (2,)), ((0,), (1,)))),
+        (GROUPED, (GOOD, GOOD)),
+        (GROUPED, (((2, 3), (0, 1)), ((3, 2), (1, 0)))),
+        (GROUPS_IN_ORDER, (GOOD, GOOD)),
+        (CAPPED_GROUPS, (GOOD, ((0, 1), (2, 3, 4, 5)))),
     ],
 )
 def test_a_good_plan_passes(case: Case, plans: tuple[Plan, Plan]) -> None:
@@ -88,6 +96,16 @@ def test_a_good_plan_passes(case: Case, plans: tuple[Plan, Plan]) -> None:
         (STATIC, (GOOD, ((0, 1, 2, 3),)), "micro-batches: got 1, should be 2 as on rank 0"),
         (STATIC, (GOOD, ((2, 3), (0, 1))), "rank 1 plan: got ((2, 3), (0, 1))"),
         (STATIC, (GOOD, ((0, 2), (1, 3))), "rank 1 plan: got ((0, 2), (1, 3))"),
+        (
+            GROUPED,
+            (GOOD, ((0, 2), (1, 3))),
+            "rank 1 plan group of sequences 0 to 1: got in micro-batches [0, 1], should be in one",
+        ),
+        (
+            GROUPED,
+            (consecutive(4, 1), consecutive(4, 1)),
+            "rank 0 plan group of sequences 2 to 3: got in micro-batches [2, 3]",
+        ),
         (DYNAMIC, (((0, 1, 2, 3),), ((0, 1, 2, 3),)), "micro-batches: got 1, should be 2 to 4"),
         (
             DYNAMIC,
@@ -100,6 +118,23 @@ def test_a_broken_plan_is_found(case: Case, plans: tuple[Plan, Plan], sentence: 
     verdict = planner.is_exact_partition(case, showing(planned(*plans)))
     assert verdict.outcome == "fail"
     assert any(sentence in str(mismatch) for mismatch in verdict.mismatches)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fewest", "most"),
+    [
+        (((3, 1, 2, 2), (1, 1, 1, 1)), 2, 2),
+        (((3, 1, 2, 2, 1, 1), (1, 1, 1, 1)), 2, 2),  # a rank has two groups only
+        (((1, 1, 1, 1), (1, 1, 1, 1)), 1, 2),
+    ],
+)
+def test_groups_bound_the_number(
+    lengths: tuple[tuple[int, ...], ...], fewest: int, most: int
+) -> None:
+    planning = TokenBudget(max_tokens=5, group=2)
+    batch = case_of(planning, *lengths).batches[0]
+    assert fewest_micro_batches(batch, planning) == fewest
+    assert most_micro_batches(batch, planning) == most
 
 
 def test_more_micro_batches_than_any_rank_needs_are_found() -> None:

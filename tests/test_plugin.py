@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from fsdp_engine.contract.case import Case, Mesh
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh
 from fsdp_engine.contract.case_file import canonical_json, case_id
 from fsdp_engine.contract.codec import encode
+from oracles.verdict import NOT_REPLAYABLE
 from properties.repro import PROJECT
 from properties.strategies.tables import one_case
+from tests.engines import unreplayable
 
 (CASE,) = one_case()
 COLUMN = Case(batches=CASE.batches, mesh=Mesh(shape=(2, 1)))
+BFLOAT16 = Case(batches=CASE.batches, dtypes=DTYPE_POLICIES["fp32/bf16/fp32"])
 GOOD = "torch_fsdp2"
 WRONG = "tests.engines.for_judging:DoublesGradients"
 REFUSING = "tests.engines.for_judging:RefusesAll"
 
 
-def _session(
-    folder: Path, *arguments: str, suite: str = "test_gradients.py"
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c"]
-    command += [str(PROJECT / "pyproject.toml"), f"--rootdir={PROJECT}"]
-    command += [str(PROJECT / "properties" / suite), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+OPTIONS = (
+    *("-p", "no:cacheprovider", "-c", str(PROJECT / "pyproject.toml"), f"--rootdir={PROJECT}"),
+    str(PROJECT / "properties" / "test_gradients.py"),
+)
+
+Inside: TypeAlias = "Callable[..., tuple[int, str]]"
+
+
+def _session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}  # for `-p`, which comes first
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Inside:
+    """A session in this process, without the seconds that a new one takes to start."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = pytest.main([*OPTIONS, "-n", "0", *arguments])
+        printed = capsys.readouterr()
+        return int(code), printed.out + printed.err
+
+    return run
 
 
 def _cases(folder: Path, *cases: Case) -> str:
@@ -44,27 +71,36 @@ def _report(folder: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_given_cases_are_judged_by_all_that_applies(tmp_path: Path, workers: str) -> None:
+@pytest.mark.parametrize("confirmed", [True, False], ids=["alone", "two workers, other kernels"])
+def test_given_cases_are_judged_by_all_that_applies(tmp_path: Path, *, confirmed: bool) -> None:
+    """Also by workers, which learn from their controller what its probe did not confirm."""
+    cases = _cases(tmp_path, CASE, COLUMN, BFLOAT16)
+    probed = ("-n", "0") if confirmed else ("-n", "2", "-p", unreplayable.HERE)
     ran = _session(
         tmp_path,
-        *("--engine", GOOD, "--cases", _cases(tmp_path, CASE, COLUMN), "-n", workers),
+        *("--engine", GOOD, "--cases", cases, *probed),
         *("--report-json", str(tmp_path / "out" / "report.json"), "--hypothesis-seed", "5"),
     )
     assert ran.returncode == 0, ran.stdout
     assert f"engine: {GOOD} on cpu" in ran.stdout
     assert "profile: default, seed: 5" in ran.stdout
+    assert ("probe: replayed gradients are bit-equal on this machine" in ran.stdout) == confirmed
+    told = "probe: replay is not bit-equal in bfloat16, nothing is judged by it there (gradient "
+    assert ran.stdout.count(told) == (0 if confirmed else 2)  # in the header and below the table
     report = _report(tmp_path)
     assert (report["schema"], report["engine"], report["seed"]) == (1, GOOD, 5)
     assert report["wall_seconds"] > 0
+    assert list(report["unreplayable"]) == ([] if confirmed else ["bfloat16"])
     by_id = {entry["id"]: entry for entry in report["properties"]}
     gradients = by_id["gradient-matches-oracle"]
-    assert (gradients["drawn"], gradients["judged"], gradients["verdict"]) == (2, 2, "pass")
-    assert gradients["cases_per_world_size"] == {"2": 2}
-    assert gradients["case_ids"] == sorted([case_id(CASE), case_id(COLUMN)])
+    judged = [CASE, COLUMN, BFLOAT16] if confirmed else [CASE, COLUMN]
+    assert (gradients["drawn"], gradients["verdict"]) == (3, "pass")
+    assert gradients["not_applicable"] == ({} if confirmed else {NOT_REPLAYABLE: 1})
+    assert gradients["cases_per_world_size"] == {"2": len(judged)}
+    assert gradients["case_ids"] == sorted(map(case_id, judged))
     assert by_id["replicas-agree"]["judged"] == 1
     assert by_id["gradient-is-exact"]["verdict"] == "not_applicable"
-    assert report["pairs_judged"] == 35
+    assert report["pairs_judged"] == (42 if confirmed else 35)
 
 
 def test_a_failure_is_shrunk_written_and_ends_with_the_command(tmp_path: Path) -> None:
@@ -94,15 +130,14 @@ def test_a_failure_is_shrunk_written_and_ends_with_the_command(tmp_path: Path) -
     assert "@reproduce_failure" in ran.stdout
 
 
-def test_an_engine_that_refuses_everything_is_no_pass(tmp_path: Path) -> None:
-    ran = _session(
-        tmp_path,
+def test_an_engine_that_refuses_everything_is_no_pass(tmp_path: Path, inside: Inside) -> None:
+    code, printed = inside(
         *("--engine", REFUSING, "--cases", _cases(tmp_path, CASE), "-k", "match_oracle"),
         *("--report-json", str(tmp_path / "out" / "report.json")),
     )
-    assert ran.returncode == 1, ran.stdout
+    assert code == 1, printed
     told = "property gradient-matches-oracle: every case was refused: not in the mood for 2 ranks"
-    assert told in ran.stdout
+    assert told in printed
     (entry,) = _report(tmp_path)["properties"]
     assert (entry["verdict"], entry["judged"]) == ("not_applicable", 0)
 
@@ -119,26 +154,27 @@ def test_an_engine_that_refuses_everything_is_no_pass(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_option_ends_the_session_at_once(
-    tmp_path: Path, arguments: tuple[str, ...], told: str
+    inside: Inside, arguments: tuple[str, ...], told: str
 ) -> None:
-    ran = _session(tmp_path, *arguments)
-    assert ran.returncode == 4, ran.stdout + ran.stderr
-    assert told in ran.stdout + ran.stderr
-    assert "INTERNALERROR" not in ran.stdout + ran.stderr
+    code, printed = inside(*arguments)
+    assert code == 4, printed
+    assert told in printed
+    assert "INTERNALERROR" not in printed
 
 
-def test_a_bad_case_is_a_failing_test_and_the_others_are_judged(tmp_path: Path) -> None:
+def test_a_bad_case_is_a_failing_test_and_the_others_are_judged(
+    tmp_path: Path, inside: Inside
+) -> None:
     bad = tmp_path / "bad.json"
     wrong = canonical_json(CASE).replace('"fsdp2"', '"fsdp3"')
     bad.write_text(f"[{wrong}, {canonical_json(CASE)}]")
     report = tmp_path / "out" / "report.json"
-    ran = _session(
-        tmp_path,
+    code, printed = inside(
         *("--engine", GOOD, "--cases", str(bad), "-k", "match_oracle or broken"),
         *("--report-json", str(report)),
     )
-    assert ran.returncode == 1
-    assert "bad.json, case 0: case.engine.strategy: 'fsdp3'" in ran.stdout
-    assert "1 failed, 1 passed" in ran.stdout
+    assert code == 1, printed
+    assert "bad.json, case 0: case.engine.strategy: 'fsdp3'" in printed
+    assert "1 failed, 1 passed" in printed
     (entry,) = _report(tmp_path)["properties"]
     assert (entry["verdict"], entry["judged"]) == ("pass", 1)

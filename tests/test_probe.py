@@ -1,33 +1,36 @@
-"""The probe at the start of a session: what it finds, what it costs and what becomes of it."""
+"""The probe of replay: what it finds, and what becomes of what it does not confirm."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdp_engine.contract.case import DTYPE_POLICIES, Case
-from fsdp_engine.contract.case_file import canonical_json
+from fsdp_engine.contract.case import DTYPE_POLICIES, Mesh
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import NOT_REPLAYABLE
-from properties import probe
-from properties.catalog import PROPERTIES, load_check
-from properties.checks.gradients import match_oracle, replicas_agree
-from properties.probe import ProbedWorlds, first_difference, probe_cases
-from properties.repro import PROJECT
+from properties import probe, replay
+from properties.catalog import load_check
+from properties.probe import ProbedWorlds, probe_cases
+from properties.repro import write_repro
 from properties.strategies.tables import one_case
 from tests.engines import unreplayable
-from tests.wrong_reductions import Shown, with_gradients, with_parts
-from tests.small_cases import small_case
 
-OTHER_KERNELS = f"{unreplayable.HERE}:OtherKernels"
 WRONG = "tests.engines.for_judging:DoublesGradients"
 (FLOAT32,) = one_case()
-BFLOAT16 = replace(FLOAT32, dtypes=DTYPE_POLICIES["fp32/bf16/fp32"])
+BFLOAT16 = replace(FLOAT32, dtypes=DTYPE_POLICIES["fp32/bf16/fp32"], mesh=Mesh(shape=(2, 1)))
+BY_REPLAY = (
+    "gradient-matches-oracle",
+    "deferred-equals-eager",
+    "split-invariance",
+)
+
+
+@pytest.fixture
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_ENGINE", f"{unreplayable.HERE}:OtherKernels")
 
 
 def test_this_machine_is_confirmed() -> None:
@@ -41,8 +44,8 @@ def test_every_compute_dtype_of_the_suites_is_probed() -> None:
         assert case.dtypes in DTYPE_POLICIES.values()
 
 
-def test_other_bits_in_one_dtype_are_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PROBE_ENGINE", OTHER_KERNELS)
+@pytest.mark.usefixtures("other_kernels")
+def test_other_bits_in_one_dtype_are_found_there() -> None:
     found = probe.probe()
     assert list(found) == ["bfloat16"]
     assert "gradient " in found["bfloat16"]
@@ -56,3 +59,33 @@ def test_what_does_not_run_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> 
     assert "this device has no float64" in found["float64"]
     monkeypatch.setattr(probe, "PROBE_ENGINE", "no_such_engine")
     assert set(probe.probe()) == set(probe_cases())
+
+
+@pytest.fixture(scope="module")
+def wrong() -> Iterator[ProbedWorlds]:
+    with WorldPool(WRONG) as pool:
+        yield ProbedWorlds(pool, {"bfloat16": "other bits"})
+
+
+@pytest.mark.parametrize("name", BY_REPLAY)
+def test_what_is_not_confirmed_is_neither_passed_nor_accused(
+    wrong: ProbedWorlds, name: str
+) -> None:
+    check = load_check(name)
+    for run in (wrong, wrong.fresh):
+        verdict = check(BFLOAT16, run)
+        assert (verdict.outcome, verdict.reason) == ("not_applicable", NOT_REPLAYABLE)
+    assert check(FLOAT32, wrong).outcome == "fail"
+    assert load_check("replicas-agree")(BFLOAT16, wrong).passed  # needs no replay
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_a_replayed_case_is_not_accused_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for case, code, status in ((FLOAT32, 1, "FAILED"), (BFLOAT16, 2, "ERROR")):
+        path = write_repro(tmp_path, case, property_id=BY_REPLAY[0], engine=WRONG)
+        assert replay.main([str(path), "--engine", WRONG]) == code
+        line = capsys.readouterr().out
+        assert line.startswith(status)
+        assert (NOT_REPLAYABLE in line) == (case is BFLOAT16)

@@ -18,10 +18,11 @@ WRONG = failing(Mismatch(where="w", got="1", wanted="0"), margin=math.inf, margi
 
 FIELDS = [
     "schema", "engine", "device", "versions", "profile", "seed", "wall_seconds",
-    "cases_per_second", "pairs_feasible", "pairs_judged", "properties",
+    "cases_per_second", "pairs_feasible", "pairs_judged", "unreplayable",
+    "known_issues", "properties",
 ]  # fmt: skip
 PROPERTY_FIELDS = [
-    "id", "drawn", "judged", "not_applicable", "inconclusive", "known_issue", "failed",
+    "id", "drawn", "judged", "not_applicable", "inconclusive", "known_issue", "fixed", "failed",
     "cases_per_world_size", "verdict", "worst_margin", "margin_kind", "seconds", "case_ids",
 ]  # fmt: skip
 
@@ -81,6 +82,17 @@ def test_tallies_of_workers_add_up() -> None:
     assert (read["wall_seconds"], read["cases_per_second"]) == (4.0, 0.5)
     # Two rows that differ on one of eight axes: 28 pairs, and 7 more.
     assert read["pairs_judged"] == 35
+
+
+def test_what_the_probe_found_is_told() -> None:
+    report = _report()
+    assert report.probe_lines() == ["probe: replayed gradients are bit-equal on this machine"]
+    report.unreplayable = {"float64": "w[0]: got 1.0, should be 2.0"}
+    (line,) = report.probe_lines()
+    assert "float64" in line
+    assert "w[0]: got 1.0" in line
+    assert line in report.table()
+    assert _read(report)["unreplayable"] == report.unreplayable
 
 
 def test_a_refused_case_covers_nothing() -> None:

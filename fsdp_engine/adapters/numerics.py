@@ -10,14 +10,14 @@ import functools
 
 from fsdp_engine.contract.case import Case, Dtype
 from fsdp_engine.contract.observation import Level, Numerics, Unit
-from fsdp_engine.workload.models import build_model, unit_names, unit_of
+from fsdp_engine.workload.models import parameter_names, unit_names, unit_of
 
 
 def fsdp1_numerics(case: Case) -> Numerics:
     """FSDP1: pre-divide, sum over the shards, sum over the replicas, post-divide.
 
     Deferred gradients add up in the compute dtype. The norm is taken in fp32 whatever the
-    gradients are.
+    gradients are, but handed back in their dtype; on one rank it is taken in that dtype too.
     """
     return Numerics(
         storage=case.dtypes.storage,
@@ -26,7 +26,7 @@ def fsdp1_numerics(case: Case) -> Numerics:
         deferred=case.engine.deferred,
         local_accumulate=case.dtypes.compute,
         shard_accumulate=case.dtypes.storage,
-        norm="float32",
+        norm=norm_dtype(case),
         levels=_around_sums(case),
         units=units(case),
         input_cast=case.dtypes.mixed,
@@ -56,7 +56,7 @@ def fsdp2_numerics(case: Case) -> Numerics:
 
 
 def norm_dtype(case: Case) -> Dtype:
-    """The dtype of FSDP2's gradients, in which `torch.nn.utils` takes their norm."""
+    """The dtype of the gradients, in which torch takes their norm or at least returns it."""
     return case.dtypes.storage
 
 
@@ -64,7 +64,7 @@ def norm_dtype(case: Case) -> Dtype:
 def units(case: Case) -> tuple[Unit, ...]:
     """Every wrapped unit and the root with their parameters, in forward order, the root first."""
     owned: dict[str, list[str]] = {name: [] for name in ("", *unit_names(case))}
-    for name, _ in build_model(case).named_parameters():
+    for name in parameter_names(case.model):
         owned[unit_of(case, name)].append(name)
     return tuple(Unit(name=unit, parameters=tuple(names)) for unit, names in owned.items())
 

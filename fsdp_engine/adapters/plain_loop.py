@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_engine.contract.actions import BATCH_ACTIONS, Infer
 from fsdp_engine.contract.batch import Planning, Static
 from fsdp_engine.contract.case import Case, LossMode, Optimizer
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
@@ -25,6 +26,9 @@ from fsdp_engine.torch_private.shards import (
 )
 from fsdp_engine.workload.batches import LocalBatch
 from fsdp_engine.workload.models import module_arguments
+
+Plan: TypeAlias = tuple[tuple[int, ...], ...]
+"""Sequence indices per micro-batch of one rank."""
 
 
 class PlainTrainee:
@@ -163,20 +167,55 @@ def count_loss(batch: LocalBatch) -> LossCounts:
     )
 
 
-def plan_micro_batches(batch: LocalBatch, planning: Planning) -> tuple[tuple[int, ...], ...]:
+def plan_micro_batches(batch: LocalBatch, planning: Planning) -> Plan:
     """Sequence indices per micro-batch, the same number of micro-batches on all ranks.
 
     A token budget gives the largest number that any rank needs to stay within it, but not more
-    than the shortest batch has sequences: then some micro-batches exceed the budget.
+    than the shortest batch has groups: then some micro-batches exceed the budget.
     """
     if isinstance(planning, Static):
         starts = range(0, len(batch), planning.sequences)
         return tuple(tuple(range(start, start + planning.sequences)) for start in starts)
-    needed = len(_greedy(batch.lengths, planning.max_tokens))
-    agreed = torch.tensor([needed, -len(batch)])
+    size = planning.group
+    groups = tuple(sum(batch.lengths[at : at + size]) for at in range(0, len(batch), size))
+    needed = len(_greedy(groups, planning.max_tokens))
+    agreed = torch.tensor([needed, -len(groups)])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     most_needed, minus_shortest = map(int, agreed)
-    return _split(batch.lengths, min(most_needed, -minus_shortest), planning.max_tokens)
+    parts = _split(groups, min(most_needed, -minus_shortest), planning.max_tokens)
+    return tuple(tuple(at * size + k for at in part for k in range(size)) for part in parts)
+
+
+def ranks_run_the_same(case: Case) -> bool:
+    """Whether the optional unit is run on all ranks or on none, in every micro-batch."""
+    for action in case.program:
+        if not isinstance(action, BATCH_ACTIONS):
+            continue
+        ranks = case.batches[action.batch].ranks
+        lengths = [tuple(sequence.length for sequence in rank) for rank in ranks]
+        plans = _plans_of_ranks(lengths, case.engine.planning)
+        if isinstance(action, Infer):
+            plans = [(tuple(range(len(rank))),) for rank in ranks]
+        runs = {
+            tuple(any(rank[index].gated for index in part) for part in plan)
+            for rank, plan in zip(ranks, plans, strict=True)
+        }
+        if len(runs) > 1:
+            return False
+    return True
+
+
+def _plans_of_ranks(lengths: list[tuple[int, ...]], planning: Planning) -> list[Plan]:
+    """What the ranks agree on in `plan_micro_batches`, from all their lengths at once."""
+    if isinstance(planning, Static):
+        return [_chunks(len(rank), planning.sequences) for rank in lengths]
+    needed = max(len(_greedy(rank, planning.max_tokens)) for rank in lengths)
+    count = min(needed, *map(len, lengths))
+    return [_split(rank, count, planning.max_tokens) for rank in lengths]
+
+
+def _chunks(length: int, size: int) -> Plan:
+    return tuple(tuple(range(start, start + size)) for start in range(0, length, size))
 
 
 def normalised_loss(
@@ -198,7 +237,7 @@ def normalised_loss(
 
 
 def _greedy(lengths: tuple[int, ...], max_tokens: int) -> list[list[int]]:
-    """Consecutive sequences, as many as fit the budget."""
+    """Consecutive groups, as many as fit the budget."""
     parts: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -210,7 +249,7 @@ def _greedy(lengths: tuple[int, ...], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _split(lengths: tuple[int, ...], count: int, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+def _split(lengths: tuple[int, ...], count: int, max_tokens: int) -> Plan:
     """The greedy parts, halved or merged until there are `count`, `count <= len(lengths)`."""
     parts = _greedy(lengths, max_tokens)
     while len(parts) < count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ from fsdp_engine.workload.models import build_model, module_arguments
 _STRATEGIES = {"fsdp1": "fsdp", "fsdp2": "fsdp2"}
 _OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"}
+
+NOT_FINITE = {".nan": math.nan, ".inf": math.inf, "-.inf": -math.inf}
+"""What an override's string stands for: numbers that JSON lacks, as YAML writes them."""
 
 RawConfig = dict[str, Any]
 
@@ -140,7 +144,11 @@ def _ranks_run_the_same_units(case: Case) -> bool:
     config = (
         EngineConfig(micro_batch_size_per_gpu=planning.sequences)
         if isinstance(planning, Static)
-        else EngineConfig(use_dynamic_bsz=True, max_token_len_per_gpu=planning.max_tokens)
+        else EngineConfig(
+            use_dynamic_bsz=True,
+            max_token_len_per_gpu=planning.max_tokens,
+            force_group_size=planning.group,
+        )
     )
     for action in case.program:
         if not isinstance(action, BATCH_ACTIONS):
@@ -179,10 +187,14 @@ def _engine_fields(case: Case) -> RawConfig:
             "buffer_dtype": None,
         }
     match options.planning:
-        case Static(sequences=sequences):
+        case Static(sequences=sequences):  # in order, so groups stay together by themselves
             fields |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": sequences}
         case budget:
-            fields |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": budget.max_tokens}
+            fields |= {
+                "use_dynamic_bsz": True,
+                "max_token_len_per_gpu": budget.max_tokens,
+                "force_group_size": budget.group,
+            }
     return fields
 
 
@@ -213,6 +225,8 @@ def _override(sections: dict[str, RawConfig], name: str, value: Scalar) -> None:
     head, *rest = name.split(".")
     fields = {f.name for f in dataclasses.fields(OptimizerConfig)}
     section = sections["optim" if head in fields else "engine"]
+    if isinstance(value, str):
+        value = NOT_FINITE.get(value, value)
     section[head] = _replaced(section.get(head), rest, value, name)
 
 

@@ -23,17 +23,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import PlainTrainee
-from fsdp_engine.contract.actions import ACTIONS, Export, Train
+from fsdp_engine.adapters.plain_loop import PlainTrainee, ranks_run_the_same
+from fsdp_engine.contract.actions import ACTIONS, Export
 from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
-from fsdp_engine.contract.protocol import (
-    Capabilities,
-    RankContext,
-)
+from fsdp_engine.contract.protocol import Capabilities, Losses, RankContext, TokenLoss
 from fsdp_engine.torch_private.shards import plain_name
 from fsdp_engine.torch_private.strategies import HYBRID_SHARD_ZERO2
+from fsdp_engine.workload.batches import LocalBatch
 from fsdp_engine.workload.models import TORCH_DTYPES, build_model, unit_names
 
 STRATEGIES: dict[tuple[int, bool], ShardingStrategy] = {
@@ -52,21 +50,6 @@ class TorchFsdp1:
         return _capabilities("torch_fsdp1", "fsdp1")
 
     def supports(self, case: Case) -> str | None:
-        if case.engine.deferred and case.model.optional != "none":
-            return (
-                "FSDP1 asserts in no_sync where a unit is used in an earlier micro-batch and not "
-                "in the last one (torch defect, `_saved_grad_shard`)"
-            )
-        steps = any(isinstance(action, Train) and action.step for action in case.program)
-        if steps and case.dtypes.storage == "float64":
-            return "FSDP1's clip_grad_norm_ raises for fp64 gradients (torch defect, fp32 norms)"
-        if case.mesh.world_size == 1 and (reason := _no_shard_refusal(case)):
-            return reason
-        if case.mesh.ndim == 2 and case.mesh.shards == 1:
-            return (
-                f"FSDP1 on a {case.mesh.shape} mesh falls back to NO_SHARD over the shard axis and "
-                "never averages over the replicas (torch defect)"
-            )
         return _refusal("fsdp1", case)
 
     def numerics(self, case: Case) -> Numerics:
@@ -113,12 +96,6 @@ class TorchFsdp2:
         return _capabilities("torch_fsdp2", "fsdp2")
 
     def supports(self, case: Case) -> str | None:
-        deferred_mixed = case.engine.deferred and case.dtypes.compute != case.dtypes.reduce
-        if deferred_mixed and case.model.optional != "none":
-            return (
-                "FSDP2 asserts under deferred sync with a reduce dtype of its own where a parameter"
-                " is first used in the last micro-batch (torch defect, uniform gradient dtype)"
-            )
         return _refusal("fsdp2", case)
 
     def numerics(self, case: Case) -> Numerics:
@@ -174,6 +151,13 @@ class Fsdp1Trainee(PlainTrainee):
 class Fsdp2Trainee(PlainTrainee):
     """A module sharded in place by FSDP2."""
 
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        try:
+            return super().forward_backward(batch, loss)
+        except BaseException:
+            cast(FSDPModule, self.module).reset_iter_state()  # what torch says to do
+            raise
+
     def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
         cast(FSDPModule, self.module).set_requires_gradient_sync(enabled)
         return nullcontext()
@@ -196,35 +180,17 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
     )
 
 
-def _no_shard_refusal(case: Case) -> str | None:
-    """FSDP1 on one rank falls back to NO_SHARD, with defects of its own."""
-    policy, model = case.dtypes, case.model
-    coarser = TORCH_DTYPES[policy.reduce].itemsize < TORCH_DTYPES[policy.storage].itemsize
-    if coarser and not case.engine.deferred:
-        return (
-            "FSDP1 on one rank rounds the gradients' running sum to the reduce dtype at every "
-            "micro-batch (torch defect, NO_SHARD)"
-        )
-    if model.tied and model.lora_rank:
-        return (
-            "FSDP1 on one rank asserts in forward where a tied parameter's unit is wholly frozen "
-            "(torch defect, `_use_unsharded_views`)"
-        )
-    exports = any(isinstance(action, Export) for action in case.program)
-    if exports and (model.lora_rank or model.frozen == "first_unit"):
-        return (
-            "FSDP1 on one rank has no state dict of a unit that is wholly frozen once it has "
-            "trained (torch defect, NO_SHARD)"
-        )
-    return None
-
-
 def _refusal(strategy: str, case: Case) -> str | None:
     engine = case.engine
     if engine.strategy != strategy:
         return f"this engine is {strategy}, the case asks for {engine.strategy}"
     if engine.config_source != "dataclass" or engine.overrides:
         return "plain torch has no configuration file, legacy object or fields to override"
+    if case.model.optional == "unit" and not ranks_run_the_same(case):
+        return (
+            "some ranks run the optional unit in a micro-batch in which others do not: a forward "
+            "gathers, so a unit is run on all ranks or on none"
+        )
     return None
 
 

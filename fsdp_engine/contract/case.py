@@ -100,7 +100,8 @@ class EngineOptions:
     `deferred` is gradient sync only at the last micro-batch. `config_source` is the entry point
     the engine's configuration comes from; `legacy` is a configuration object without the field
     that switches deferral, which means deferred. `overrides` are raw configuration fields set last
-    (dotted names for nested ones), for the checks on the configuration itself.
+    (dotted names for nested ones), for the checks on the configuration itself; the strings `.nan`,
+    `.inf` and `-.inf` stand for the numbers, as in YAML, for JSON has none of them.
     """
 
     strategy: Strategy = "fsdp2"

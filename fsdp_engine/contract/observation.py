@@ -221,7 +221,7 @@ class Numerics:
 
     `deferred`: gradients of all micro-batches are added locally, in `local_accumulate`, and
     reduced once; otherwise each is reduced and the shards are added in `shard_accumulate`.
-    `levels` in order. `norm` is the dtype of the gradient norm. `buffers` is what floating buffers
+    `levels` in order. `norm` is the coarsest dtype of the gradient norm. `buffers` is what floating buffers
     are cast to for compute (None: left alone). `input_cast`: every unit casts its floating inputs
     to the compute dtype. `semantics` names a torch wrapper whose list of collectives and retained
     bytes is predicted in full; empty: only what every engine must keep is checked.
@@ -245,12 +245,16 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankObservation:
-    """What one rank showed. `initial` are the parameters before the first action."""
+    """What one rank showed.
+
+    `initial` are the parameters before the first action, `training` is the root's mode then.
+    """
 
     rank: int
     initial: tuple[LocalArray, ...]
     records: tuple[Record, ...]
     build_collectives: tuple[Collective, ...]
+    training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

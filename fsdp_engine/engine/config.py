@@ -88,7 +88,8 @@ class EngineConfig:
     a parameter that was not used could not be left out of the optimizer step, and frozen
     parameters could not share a unit with trainable ones.
     `micro_batch_size_per_gpu` counts sequences and plans static micro-batches,
-    `max_token_len_per_gpu` counts tokens without padding and plans dynamic ones.
+    `max_token_len_per_gpu` counts tokens without padding and plans dynamic ones. Every
+    `force_group_size` consecutive sequences of a rank's batch share a micro-batch.
     """
 
     strategy: ShardingLibrary = "fsdp"
@@ -103,6 +104,7 @@ class EngineConfig:
     use_dynamic_bsz: bool = False
     micro_batch_size_per_gpu: int = 1
     max_token_len_per_gpu: int | None = None
+    force_group_size: int = 1
     loss_agg_mode: LossMode = "token-mean"
     forward_only: bool = False
 
@@ -127,6 +129,7 @@ class EngineConfig:
 
     def _require_planning(self) -> None:
         _require_int("micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, low=1)
+        _require_int("force_group_size", self.force_group_size, low=1)
         tokens = self.max_token_len_per_gpu
         if self.use_dynamic_bsz:
             _require_int("max_token_len_per_gpu", tokens, low=1)
@@ -142,6 +145,12 @@ class EngineConfig:
                 "max_token_len_per_gpu",
                 tokens,
                 "None without use_dynamic_bsz, which alone plans by tokens",
+            )
+            _require(
+                self.force_group_size == 1,
+                "force_group_size",
+                self.force_group_size,
+                "1 without use_dynamic_bsz: static micro-batches keep the order anyway",
             )
 
     def _require_nothing_inert(self) -> None:

@@ -23,13 +23,14 @@ Plan = tuple[tuple[int, ...], ...]
 class Need:
     """What one rank, or the most demanding of all ranks, brings to the agreement.
 
-    `micro_batches` it would make alone, `fewest` and `fewest_sequences` the least of all ranks,
-    `longest` its longest sequence, `remainder` sequences that fill no static micro-batch.
+    `micro_batches` it would make alone, `fewest` and `fewest_groups` the least of all ranks,
+    `longest` the tokens of its longest group, `remainder` sequences that fill no group or static
+    micro-batch.
     """
 
     micro_batches: int
     fewest: int
-    fewest_sequences: int
+    fewest_groups: int
     longest: int
     remainder: int
 
@@ -42,23 +43,25 @@ def plan_batch(
     Static: in order, `micro_batch_size_per_gpu` sequences each. Dynamic: as many micro-batches as
     the most demanding rank needs to keep the sum of lengths of each of its micro-batches within
     `max_token_len_per_gpu`; then every micro-batch of every rank is within it. One exception: if a
-    rank has fewer sequences than that, there are as many micro-batches as it has sequences, since
-    none may be empty, and others may exceed the budget; a note says which do.
+    rank has fewer groups than that, there are as many micro-batches as it has groups, since none
+    may be empty, and others may exceed the budget; a note says which do. A group is
+    `force_group_size` consecutive sequences, which stay together.
 
     Raises:
         ConfigError: on all ranks. Static: numbers of sequences that differ between the ranks or
-            are not a multiple of the size. Dynamic: a sequence longer than the budget.
+            are not a multiple of the size. Dynamic: a group longer than the budget, a number of
+            sequences that is not a multiple of the group's.
     """
     agreed = _agree(local_need(lengths, config), device)
     require_plannable(agreed, config)
     if not config.use_dynamic_bsz:
         return static_plan(len(lengths), config.micro_batch_size_per_gpu), ()
     budget = _budget(config)
-    plan = balanced_plan(lengths, min(agreed.micro_batches, agreed.fewest_sequences), budget)
+    plan = dynamic_plan(lengths, min(agreed.micro_batches, agreed.fewest_groups), config)
     loads = [sum(lengths[index] for index in part) for part in plan]
     notes = tuple(
         f"micro-batch {number} has {load} tokens, over max_token_len_per_gpu={budget}: a rank has "
-        f"only {agreed.fewest_sequences} sequences"
+        f"only {agreed.fewest_groups} groups of {config.force_group_size} sequences"
         for number, load in enumerate(loads)
         if load > budget
     )
@@ -72,38 +75,45 @@ def plans_of(
     if not config.use_dynamic_bsz:
         size = config.micro_batch_size_per_gpu
         return tuple(static_plan(len(lengths), size) for lengths in lengths_by_rank)
-    most = max(local_need(lengths, config).micro_batches for lengths in lengths_by_rank)
-    count = min(most, *map(len, lengths_by_rank))
-    budget = _budget(config)
-    return tuple(balanced_plan(lengths, count, budget) for lengths in lengths_by_rank)
+    needs = [local_need(lengths, config) for lengths in lengths_by_rank]
+    most = max(need.micro_batches for need in needs)
+    count = min(most, *(need.fewest_groups for need in needs))
+    return tuple(dynamic_plan(lengths, count, config) for lengths in lengths_by_rank)
 
 
 def local_need(lengths: tuple[int, ...], config: EngineConfig) -> Need:
     """What this rank brings to the agreement."""
+    groups = _group_lengths(lengths, config.force_group_size)
     if config.use_dynamic_bsz:
         budget = _budget(config)
-        fits = max(lengths, default=0) <= budget
-        count, remainder = (len(_fitting(lengths, budget)) if fits else 1), 0
+        fits = max(groups, default=0) <= budget
+        count = len(_fitting(groups, budget)) if fits else 1
+        remainder = len(lengths) % config.force_group_size
     else:
         count, remainder = divmod(len(lengths), config.micro_batch_size_per_gpu)
     return Need(
         micro_batches=count,
         fewest=count,
-        fewest_sequences=len(lengths),
-        longest=max(lengths, default=0),
+        fewest_groups=len(groups),
+        longest=max(groups, default=0),
         remainder=remainder,
     )
 
 
 def require_plannable(agreed: Need, config: EngineConfig) -> None:
     """Refuse what cannot be planned; `agreed` is the same on all ranks, so all refuse."""
-    if agreed.fewest_sequences < 1:
+    if agreed.fewest_groups < 1:
         raise ConfigError("batch: a rank has 0 sequences; legal is at least one on every rank")
     if config.use_dynamic_bsz:
+        if agreed.remainder:
+            raise ConfigError(
+                f"force_group_size: {config.force_group_size} is not legal; legal is a divisor of "
+                "every rank's number of sequences"
+            )
         if agreed.longest > _budget(config):
             raise ConfigError(
                 f"max_token_len_per_gpu: {_budget(config)} is not legal; legal is at least the "
-                f"longest sequence, {agreed.longest}"
+                f"longest group of {config.force_group_size} sequences, {agreed.longest}"
             )
     elif agreed.remainder or agreed.fewest != agreed.micro_batches:
         raise ConfigError(
@@ -116,6 +126,20 @@ def require_plannable(agreed: Need, config: EngineConfig) -> None:
 def static_plan(num_sequences: int, size: int) -> Plan:
     """Consecutive sequences, `size` at a time."""
     return tuple(tuple(range(start, start + size)) for start in range(0, num_sequences, size))
+
+
+def dynamic_plan(lengths: tuple[int, ...], count: int, config: EngineConfig) -> Plan:
+    """`count` parts of about equal sums of lengths, made of whole groups."""
+    size = config.force_group_size
+    parts = balanced_plan(_group_lengths(lengths, size), count, _budget(config))
+    return tuple(
+        tuple(group * size + place for group in part for place in range(size)) for part in parts
+    )
+
+
+def _group_lengths(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Tokens of every `size` consecutive sequences; what fills no group is one of its own."""
+    return tuple(sum(lengths[start : start + size]) for start in range(0, len(lengths), size))
 
 
 def balanced_plan(lengths: tuple[int, ...], count: int, budget: int) -> Plan:
@@ -165,15 +189,15 @@ def _load(lengths: tuple[int, ...], part: list[int]) -> int:
 
 def _agree(need: Need, device: torch.device) -> Need:
     extremes = torch.tensor(
-        [need.micro_batches, -need.fewest, -need.fewest_sequences, need.longest, need.remainder],
+        [need.micro_batches, -need.fewest, -need.fewest_groups, need.longest, need.remainder],
         device=device,
     )
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    most, minus_fewest, minus_sequences, longest, remainder = map(int, extremes)
+    most, minus_fewest, minus_groups, longest, remainder = map(int, extremes)
     return Need(
         micro_batches=most,
         fewest=-minus_fewest,
-        fewest_sequences=-minus_sequences,
+        fewest_groups=-minus_groups,
         longest=longest,
         remainder=remainder,
     )

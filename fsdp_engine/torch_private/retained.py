@@ -1,11 +1,10 @@
 """What FSDP1 and FSDP2 hold unsharded at a moment: parameters in full, waiting gradients.
 
-Checked on torch 2.13. The figures per wrapper and option are in the docstring of `retained`.
+Checked on torch 2.13. The figures per wrapper and option are in the docstring of `Units`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,65 +23,78 @@ class Retained:
     parameter_bytes: int
 
 
-def retained(module: nn.Module) -> Retained:
-    """Walk the wrapped units of `module`.
+class Units:
+    """The wrapped units of a module, found once: looking for them costs more than asking them.
 
-    FSDP1: the flat gradient not yet reduced and the padded flat parameter, while allocated.
-    FSDP2: gradients accumulated without reduction (or an output that waits for its all-reduce)
-    and all-gather outputs, while allocated. A module without wrappers has nothing retained.
+    FSDP1 keeps the flat gradient not yet reduced and the padded flat parameter, while allocated;
+    FSDP2 gradients accumulated without reduction (or an output that waits for its all-reduce) and
+    all-gather outputs, while allocated. A module without wrappers has nothing retained.
     """
-    parts = [*_fsdp1(module), *_fsdp2(module)]
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.named_modules())
+        self._handles = [
+            (submodule._handle, _names(path, submodule._handle))
+            for path, submodule in modules
+            if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None
+        ]
+        self._groups: list[Any] = [
+            group
+            for _, submodule in modules
+            if isinstance(submodule, FSDPModule)
+            for group in submodule._get_fsdp_state()._fsdp_param_groups
+        ]
+        self._names = fsdp2_names(module) if self._groups else {}
+
+    def retained(self) -> Retained:
+        """What they hold now."""
+        parts = [_fsdp1(handle, names) for handle, names in self._handles]
+        parts += [_fsdp2(group, self._names) for group in self._groups]
+        return Retained(
+            unsharded=tuple(name for part in parts for name in part.unsharded),
+            gradient_bytes=sum(part.gradient_bytes for part in parts),
+            parameter_bytes=sum(part.parameter_bytes for part in parts),
+        )
+
+
+def _names(path: str, handle: Any) -> tuple[str, ...]:
+    prefix = f"{path}." if path else ""
+    return tuple(plain_name(prefix + name) for name in handle.flat_param._fqns)
+
+
+def _fsdp1(handle: Any, names: tuple[str, ...]) -> Retained:
+    flat: Any = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        return Retained(unsharded=names, gradient_bytes=0, parameter_bytes=0)
+    gathered = sum(
+        _bytes(getattr(flat, attribute, None))
+        for attribute in ("_full_param_padded", "_full_prec_full_param_padded")
+    )
+    # In no_sync the flat gradient keeps the unsharded size until a synchronised backward.
+    waiting = flat.grad is not None and flat.grad.numel() > flat._local_shard.numel()
     return Retained(
-        unsharded=tuple(name for part in parts for name in part.unsharded),
-        gradient_bytes=sum(part.gradient_bytes for part in parts),
-        parameter_bytes=sum(part.parameter_bytes for part in parts),
+        unsharded=names if gathered else (),
+        gradient_bytes=_bytes(flat.grad) if waiting else 0,
+        parameter_bytes=gathered,
     )
 
 
-def _fsdp1(module: nn.Module) -> Iterator[Retained]:
-    for path, submodule in module.named_modules():
-        if not isinstance(submodule, FullyShardedDataParallel) or submodule._handle is None:
-            continue
-        flat: Any = submodule._handle.flat_param
-        prefix = f"{path}." if path else ""
-        names = tuple(plain_name(prefix + name) for name in flat._fqns)
-        if not submodule._handle.uses_sharded_strategy:
-            yield Retained(unsharded=names, gradient_bytes=0, parameter_bytes=0)
-            continue
-        gathered = sum(
-            _bytes(getattr(flat, attribute, None))
-            for attribute in ("_full_param_padded", "_full_prec_full_param_padded")
-        )
-        # In no_sync the flat gradient keeps the unsharded size until a synchronised backward.
-        waiting = flat.grad is not None and flat.grad.numel() > flat._local_shard.numel()
-        yield Retained(
-            unsharded=names if gathered else (),
-            gradient_bytes=_bytes(flat.grad) if waiting else 0,
-            parameter_bytes=gathered,
-        )
-
-
-def _fsdp2(module: nn.Module) -> Iterator[Retained]:
-    names = fsdp2_names(module)
-    for submodule in module.modules():
-        if not isinstance(submodule, FSDPModule):
-            continue
-        for group in submodule._get_fsdp_state()._fsdp_param_groups:
-            gradient_bytes = _bytes(group._partial_reduce_output)
-            parameter_bytes = 0
-            unsharded = []
-            for parameter in group.fsdp_params:
-                gradient_bytes += _waiting(parameter)
-                gathered = sum(_bytes(output) for output in parameter.all_gather_outputs)
-                parameter_bytes += gathered
-                whole = group._sharded_state.name == "UNSHARDED"
-                if whole or getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
-                    unsharded.append(names[id(parameter)])
-            yield Retained(
-                unsharded=tuple(unsharded),
-                gradient_bytes=gradient_bytes,
-                parameter_bytes=parameter_bytes,
-            )
+def _fsdp2(group: Any, names: dict[int, str]) -> Retained:
+    gradient_bytes = _bytes(group._partial_reduce_output)
+    parameter_bytes = 0
+    unsharded = []
+    for parameter in group.fsdp_params:
+        gradient_bytes += _waiting(parameter)
+        gathered = sum(_bytes(output) for output in parameter.all_gather_outputs)
+        parameter_bytes += gathered
+        whole = group._sharded_state.name == "UNSHARDED"
+        if whole or getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            unsharded.append(names[id(parameter)])
+    return Retained(
+        unsharded=tuple(unsharded),
+        gradient_bytes=gradient_bytes,
+        parameter_bytes=parameter_bytes,
+    )
 
 
 def _waiting(parameter: Any) -> int:

@@ -87,14 +87,17 @@ def plain_name(name: str) -> str:
 
 def fsdp2_names(module: nn.Module) -> dict[int, str]:
     """Identity of each FSDP2 parameter record below `module` to the parameter's name."""
-    paths: dict[int, str] = {}
-    for path, submodule in module.named_modules():
-        paths[id(submodule)] = plain_name(path + ".") if path else ""
+    modules = list(module.named_modules())
+    units = [submodule for _, submodule in modules if isinstance(submodule, FSDPModule)]
+    if not units:
+        return {}
+    prefixes = {
+        id(submodule): plain_name(path + ".") if path else "" for path, submodule in modules
+    }
     return {
-        id(record): paths[id(record._module_info.module)] + record._module_info.param_name
-        for submodule in module.modules()
-        if isinstance(submodule, FSDPModule)
-        for record in fsdp2_records(submodule)
+        id(record): prefixes[id(record._module_info.module)] + record._module_info.param_name
+        for unit in units
+        for record in fsdp2_records(unit)
     }
 
 

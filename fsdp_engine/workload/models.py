@@ -115,9 +115,7 @@ class TorchModel(nn.Module):
 def build_model(case: Case) -> nn.Module:
     """The case's module, adapter included, every weight filled from the seed."""
     model = case.model
-    module = _language_model(model) if model.is_language else TorchModel(model)
-    if model.lora_rank:
-        module = _with_adapter(module, model)
+    module = _bare(model)
     _fill(module, case)
     storage = TORCH_DTYPES[case.dtypes.storage]
     for parameter in module.parameters():
@@ -128,6 +126,12 @@ def build_model(case: Case) -> nn.Module:
                 setattr(module.get_submodule(_owner(name)), _leaf(name), buffer.double())
     _freeze(module, model)
     return module
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_names(model: Model) -> tuple[str, ...]:
+    """Names of the parameters of `build_model`, in its order; only the model decides them."""
+    return tuple(name for name, _ in _bare(model).named_parameters())
 
 
 def unit_names(case: Case) -> tuple[str, ...]:
@@ -143,13 +147,10 @@ def unit_of(case: Case, parameter_name: str) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=64)
 def part_names(case: Case, part: Part) -> tuple[str, ...]:
     """Names of the parameters that a freeze or unfreeze action is about, in the model's order."""
-    names = [name for name, _ in build_model(case).named_parameters()]
-    return tuple(
-        name for index, name in enumerate(names) if _is_in(case.model, name, part, index=index)
-    )
+    names = enumerate(parameter_names(case.model))
+    return tuple(name for index, name in names if _is_in(case.model, name, part, index=index))
 
 
 def module_arguments(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,6 +158,12 @@ def module_arguments(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]
     if case.model.is_language:
         return {name: value for name, value in inputs.items() if name != "gates"}
     return inputs
+
+
+def _bare(model: Model) -> nn.Module:
+    """The module, adapter included, with weights of no meaning."""
+    module = _language_model(model) if model.is_language else TorchModel(model)
+    return _with_adapter(module, model) if model.lora_rank else module
 
 
 def _stem(model: Model) -> str:

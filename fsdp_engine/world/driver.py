@@ -62,6 +62,7 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
         start = _copies(trainee.parameters())
     recorder.take()
     run = _Run(trainee, case, rank, recorder, start)
+    training = trainee.module.training
     with recorder.watching(trainee.module):
         records = tuple(map(run.record, case.program))
     return RankObservation(
@@ -69,6 +70,7 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
         initial=_arrays(start),
         records=records,
         build_collectives=build_collectives,
+        training=training,
     )
 
 

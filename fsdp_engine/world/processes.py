@@ -19,6 +19,9 @@ from fsdp_engine.contract.errors import WorldError
 START_TIMEOUT_S = 120.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
+INSIDE = "FSDP_PROPERTIES_INSIDE"
+"""Set in the environment of the process that forks ranks, and so in theirs."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
@@ -170,6 +173,9 @@ def _keep(running: Zygote) -> None:
 
 
 def _start() -> Zygote:
+    if INSIDE in os.environ:
+        # Without this, a script that is imported by accident would start zygotes without end.
+        raise WorldError("a rank, or the process that forks ranks, may not start worlds itself")
     here, there = socket.socketpair()
     search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = os.environ | {
@@ -177,6 +183,8 @@ def _start() -> Zygote:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "TORCH_GLOO_LAZY_INIT": "1",  # ranks that never talk to each other do not connect
+        INSIDE: "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     # Created with mode 0700: nobody else may connect.

@@ -72,11 +72,11 @@ def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Ta
             case wire.AskTables():
                 _answer_with(commands, _tables(engine, command))
             case wire.RunCase():
-                if dist.is_initialized():
-                    # Only now do all ranks have answered: none is left alone in a collective.
-                    dist.destroy_process_group()
                 log.start_case()
                 _answer_with(commands, _run(engine, command, rank, tap, log))
+            case wire.EndCase():
+                if dist.is_initialized():
+                    dist.destroy_process_group()
                 gc.collect()
 
 

@@ -24,7 +24,7 @@ from fsdp_engine.torch_private.autograd import (
     in_backward,
     intercept,
 )
-from fsdp_engine.torch_private.retained import retained
+from fsdp_engine.torch_private.retained import Units
 from fsdp_engine.world.collective_log import CollectiveLog
 
 _OPERATIONS: dict[str, tuple[Operation, str]] = {
@@ -64,6 +64,7 @@ class Recorder:
         self._log = log
         self._collectives: list[Collective] = []
         self._residency: list[Residency] = []
+        self._units: Units | None = None
         self._num_forwards = 0
         self._in_forward = False
         self._after_backward = False
@@ -75,6 +76,7 @@ class Recorder:
         taken = tuple(self._collectives), tuple(self._residency)
         self._collectives, self._residency = [], []
         self._num_forwards = 0
+        self._units = None  # an action may have wrapped the module anew
         return taken
 
     @contextmanager
@@ -154,7 +156,9 @@ class Recorder:
         at_end_of_backward(lambda: self._sample("after_backward", root))
 
     def _sample(self, moment: Literal["after_forward", "after_backward"], root: nn.Module) -> None:
-        held = retained(root)
+        if self._units is None:
+            self._units = Units(root)
+        held = self._units.retained()
         self._residency.append(
             Residency(
                 moment=moment,

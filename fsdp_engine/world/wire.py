@@ -31,6 +31,13 @@ class RunCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndCase:
+    """All ranks have answered: leave the case's process group. There is no reply."""
+
+    kind: Literal["end_case"] = "end_case"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskTables:
     """Answer what needs no ranks: see `EngineTables`."""
 
@@ -93,7 +100,7 @@ class Failed:
     num_collectives: int
 
 
-Command: TypeAlias = RunCase | AskTables | Stop
+Command: TypeAlias = RunCase | EndCase | AskTables | Stop
 Reply: TypeAlias = Ready | Done | TablesReply | Unsupported | Failed
 
 

@@ -80,6 +80,8 @@ class World:
         first = done[0]
         if len(done) < size or first.numerics is None:
             raise WorldError(f"not all of {size} ranks answered with an observation")
+        # They clean up while the caller looks at what they showed.
+        self._tell(wire.EndCase(), size)
         self.broken = False
         return Observation(
             numerics=first.numerics,
@@ -131,12 +133,7 @@ class World:
     def _ask(self, command: wire.Command, size: int) -> dict[int, wire.Reply]:
         """Send a command to the first ranks; an answer from every one of them, or an error."""
         deadline = time.monotonic() + self._case_timeout_s
-        frame = wire.frame(command)
-        for rank in range(size):
-            try:
-                self._ranks[rank].commands.sendall(frame)
-            except OSError:
-                break  # a dead rank; the collection below says how it ended
+        self._tell(command, size)
         replies, dead = self._collect(range(size), deadline=deadline)
         failed = {r: reply for r, reply in replies.items() if isinstance(reply, wire.Failed)}
         if dead:  # before failures: the others often raise because of it
@@ -146,6 +143,14 @@ class World:
         if len(replies) < size:
             raise hang(self._ranks[:size], self._directory, self._case_timeout_s)
         return replies
+
+    def _tell(self, command: wire.Command, size: int) -> None:
+        frame = wire.frame(command)
+        for rank in range(size):
+            try:
+                self._ranks[rank].commands.sendall(frame)
+            except OSError:
+                break  # a dead rank; collecting replies says how it ended
 
     def _collect(self, ranks: range, *, deadline: float) -> tuple[dict[int, wire.Reply], list[int]]:
         """Replies until the deadline, or until a grace after the first failure or death."""

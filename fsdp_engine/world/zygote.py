@@ -26,8 +26,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+from fsdp_engine.contract.model import Family, Model
+from fsdp_engine.workload.models import parameter_names
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
@@ -64,6 +66,7 @@ def main(control_fd: int, address: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides; ranks end with it
     for name in PRELOAD:
         importlib.import_module(name)
+    _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at any of this
     tap = prepare()
@@ -74,6 +77,12 @@ def main(control_fd: int, address: str) -> None:
             _Nursery(socket.socket(fileno=control_fd), tap, listener).live()
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def _warm_up() -> None:
+    """Build a small model of every family once, for what is imported and compiled on first use."""
+    for family in get_args(Family):
+        parameter_names(Model(family=family, lora_rank=1))
 
 
 class _Nursery:

@@ -29,28 +29,37 @@ _LOSS_TOKENS = (1, 2, 0, 3, 4)
 class Plan:
     """What all batches of a case share: how many micro-batches of which kind.
 
-    `gated` says for each static micro-batch whether it uses the model's optional part. It is
-    the same on all ranks: an engine may rely on a part being used on all ranks or on none.
+    `gated` says for each static micro-batch whether it uses the model's optional part. It is the
+    same on all ranks, unless `gated_by_rank`: then every rank draws its own. A rank's sequences
+    come in groups of `group`, and so do those of a micro-batch.
     """
 
     num_micro_batches: int
     per_micro_batch: int
     gated: tuple[bool, ...]
+    gated_by_rank: bool
     token_budget: bool
+    group: int = 1
 
 
 @st.composite
-def plans(draw: DrawFn, *, planning: str, optional: OptionalPart) -> Plan:
+def plans(draw: DrawFn, *, planning: str, optional: OptionalPart, group: int = 1) -> Plan:
     """Plans of 1 to 4 micro-batches, the simplest first."""
     num = draw(st.sampled_from((1, 2, 3, 4)), label="micro-batches")
     gated = (True,) * num
+    gated_by_rank = False
     if optional != "none":
         gated = draw(_gates(num), label="gated micro-batches")
+    if optional in ("parameter", "either"):
+        # A unit stays with all ranks: a wrapper gathers it on all of them or on none.
+        gated_by_rank = draw(st.booleans(), label="gated by rank")
     return Plan(
         num_micro_batches=num,
-        per_micro_batch=draw(st.sampled_from((1, 2)), label="sequences per micro-batch"),
+        per_micro_batch=draw(st.sampled_from((1, 2)), label="groups per micro-batch") * group,
         gated=gated,
+        gated_by_rank=gated_by_rank,
         token_budget=planning == "token_budget",
+        group=group,
     )
 
 
@@ -78,11 +87,16 @@ def batches(draw: DrawFn, *, world_size: int, plan: Plan) -> Batch:
 def planning_for(all_batches: tuple[Batch, ...], plan: Plan) -> Planning:
     """The planning under which the fullest rank needs about the plan's number of micro-batches."""
     if not plan.token_budget:
-        return Static(sequences=plan.per_micro_batch)
+        return Static(sequences=plan.per_micro_batch, group=plan.group)
     ranks = [local for batch in all_batches for local in batch.ranks]
-    longest = max(sequence.length for local in ranks for sequence in local)
+    longest = max(
+        sum(sequence.length for sequence in local[at : at + plan.group])
+        for local in ranks
+        for at in range(0, len(local), plan.group)
+    )
     tokens = max(sum(sequence.length for sequence in local) for local in ranks)
-    return TokenBudget(max_tokens=max(longest, -(-tokens // plan.num_micro_batches)))
+    max_tokens = max(longest, -(-tokens // plan.num_micro_batches))
+    return TokenBudget(max_tokens=max_tokens, group=plan.group)
 
 
 def made_exact(batch: Batch, loss_mode: LossMode) -> Batch:
@@ -107,18 +121,28 @@ def made_exact(batch: Batch, loss_mode: LossMode) -> Batch:
     return Batch(ranks=tuple(tuple(next(remaining) for _ in local) for local in batch.ranks))
 
 
+def ungated(batch: Batch) -> Batch:
+    """The batch without a sequence that uses an optional part."""
+    return Batch(
+        ranks=tuple(tuple(replace(one, gated=False) for one in local) for local in batch.ranks)
+    )
+
+
 def _local(draw: DrawFn, plan: Plan) -> Local:
     num = plan.num_micro_batches * (1 if plan.token_budget else plan.per_micro_batch)
     if plan.token_budget:
         # Uneven between ranks; the planner must also bear a rank with too few.
-        num = max(1, num + draw(st.sampled_from((0, 1, 2, -1)), label="more sequences"))
+        num = max(1, num + draw(st.sampled_from((0, 1, 2, -1)), label="more groups")) * plan.group
     local = [_sequence(draw, gated=True) for _ in range(num)]
-    if all(plan.gated):
+    gates = plan.gated
+    if plan.gated_by_rank:
+        gates = draw(_gates(plan.num_micro_batches), label="gated micro-batches of a rank")
+    if all(gates):
         return local
     for index, sequence in enumerate(local):
         position, within = divmod(index, plan.per_micro_batch)
         # A gated micro-batch has one gated sequence at least; the others are drawn.
-        gated = plan.gated[position] and (within == 0 or draw(st.booleans(), label="gated"))
+        gated = gates[position] and (within == 0 or draw(st.booleans(), label="gated"))
         local[index] = replace(sequence, gated=gated)
     return local
 

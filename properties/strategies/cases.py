@@ -7,13 +7,13 @@ one micro-batch of short sequences, one train action, seed 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias, cast, get_args
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fsdp_engine.contract.actions import Action, Export, Infer, Train
+from fsdp_engine.contract.actions import Export, Infer, Poison, Train
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
     Case,
@@ -24,9 +24,11 @@ from fsdp_engine.contract.case import (
     Strategy,
 )
 from properties.covering import FACTORS, Axes, factors, is_possible
-from properties.strategies.batches import batches, made_exact, planning_for, plans
+from properties.strategies import programs
+from properties.strategies.batches import batches, made_exact, planning_for, plans, ungated
 from properties.strategies.meshes import meshes
 from properties.strategies.models import models
+from properties.strategies.programs import Program, Programs, Setting, num_batches, placed
 from properties.strategies.regions import can_be_exact
 
 CasesOfRow: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
@@ -34,59 +36,96 @@ CasesOfRow: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
 _LOSS_MODES: tuple[LossMode, ...] = get_args(LossMode)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """A program and the number of batches it names."""
-
-    actions: tuple[Action, ...]
-    num_batches: int = 1
-
-
-_TRAINING = (
-    _Program(actions=(Train(),)),
-    _Program(actions=(Train(), Train(batch=1)), num_batches=2),
-    _Program(actions=(Infer(), Train())),
-    _Program(actions=(Train(), Infer(batch=1), Train(batch=1)), num_batches=2),
-    _Program(actions=(Train(batch=1), Train(), Train(batch=1)), num_batches=2),
+_TRAINING: tuple[Program, ...] = (
+    (Train(),),
+    (Train(), Train(batch=1)),
+    (Infer(), Train()),
+    (Train(), Infer(batch=1), Train(batch=1)),
+    (Train(batch=1), Train(), Train(batch=1)),
 )
-_STEPPING = (
-    _Program(actions=(Train(step=True),)),
-    _Program(actions=(Train(step=True), Train(batch=1, step=True)), num_batches=2),
-    _Program(actions=(Train(step=True), Infer(), Train(batch=1, step=True)), num_batches=2),
+_EXPORTING: tuple[Program, ...] = (
+    (Export(),),
+    (Export(), Export()),
+    (Export(staging="force"), Export(staging="skip")),
+    (Train(step=True), Export()),
+    (Export(), Train(step=True), Export()),
+    (Train(), Export(), Train(batch=1)),
+    (Export(staging="skip"), Train(step=True), Export(staging="force"), Export(staging="skip")),
 )
-
-
-def _exporting() -> tuple[_Program, ...]:
-    staged, unstaged = Export(staging="force"), Export(staging="skip")
-    return (
-        _Program(actions=(Export(),)),
-        _Program(actions=(Export(), Export())),
-        _Program(actions=(staged, unstaged)),
-        _Program(actions=(Train(step=True), Export())),
-        _Program(actions=(Export(), Train(step=True), Export())),
-        _Program(actions=(Train(), Export(), Train(batch=1)), num_batches=2),
-        _Program(actions=(unstaged, Train(step=True), staged, unstaged)),
-    )
 
 
 def cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row that train without a step: gradients depend on the case alone."""
-    return _cases(row, programs=_TRAINING, exact=False)
+    return _cases(row, programs=_one_of(_TRAINING))
 
 
 def stepping_cases(row: Axes) -> SearchStrategy[Case]:
-    """Cases of a row whose optimizer steps."""
-    return _cases(row, programs=_STEPPING, exact=False)
+    """Cases of a row whose optimizer steps, with inference in between."""
+    return _cases(row, programs=programs.stepping)
+
+
+def poisoned_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row with a non-finite loss on one rank, and a finite step behind it."""
+    return _cases(row, programs=programs.poisoned)
+
+
+def interrupted_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row with batches that an exception ends, and a training action behind them."""
+    return _cases(row, programs=programs.interrupted)
+
+
+def inferring_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row with inference and exports before, between and after training actions."""
+    return _cases(row, programs=programs.inferring)
+
+
+def freezing_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row that freeze and unfreeze parts between training actions.
+
+    With an adapter nothing can be frozen: such a row only trains.
+    """
+    return _cases(row, programs=programs.freezing)
+
+
+def restoring_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row that write the first parameters back after a step, then train."""
+    return _cases(row, programs=programs.restoring)
+
+
+def grouped_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row in which groups of sequences stay together."""
+    return st.sampled_from((2, 3)).flatmap(
+        lambda group: _cases(row, programs=_one_of(_TRAINING), group=group)
+    )
+
+
+def unused_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row with steps of AdamW in which no sequence of some batch uses optional parts."""
+    return _cases(row, programs=programs.stepping, unused=True)
 
 
 def exporting_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row that export before, between and after train actions."""
-    return _cases(row, programs=_exporting(), exact=False)
+    return _cases(row, programs=_one_of(_EXPORTING))
 
 
 def exact_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with dyadic weights, data and normalisers; see `can_be_exact`."""
-    return _cases(row, programs=_TRAINING, exact=True)
+    return _cases(row, programs=_one_of(_TRAINING), exact=True)
+
+
+_DRAWS: tuple[CasesOfRow, ...] = (
+    cases,
+    stepping_cases,
+    exporting_cases,
+    poisoned_cases,
+    interrupted_cases,
+    inferring_cases,
+    freezing_cases,
+    restoring_cases,
+    grouped_cases,
+    unused_cases,
+)
 
 
 def rows(*, max_world_size: int = 4) -> SearchStrategy[Axes]:
@@ -97,13 +136,11 @@ def rows(*, max_world_size: int = 4) -> SearchStrategy[Axes]:
 
 
 def any_cases(*, max_world_size: int = 4) -> SearchStrategy[Case]:
-    """Cases of the whole space, exact ones, steps and exports included."""
+    """Cases of the whole space, exact ones and every kind of program included."""
 
     def of_row(row: Axes) -> SearchStrategy[Case]:
-        kinds = [cases, stepping_cases, exporting_cases]
-        if can_be_exact(row):
-            kinds.append(exact_cases)
-        return st.sampled_from(kinds).flatmap(lambda kind: kind(row))
+        draws = (*_DRAWS, exact_cases) if can_be_exact(row) else _DRAWS
+        return st.sampled_from(draws).flatmap(lambda draw: draw(row))
 
     return rows(max_world_size=max_world_size).flatmap(of_row)
 
@@ -119,18 +156,30 @@ def _nearest_possible(row: Axes) -> Axes:
 
 
 @st.composite
-def _cases(draw: DrawFn, row: Axes, *, programs: tuple[_Program, ...], exact: bool) -> Case:
+def _cases(
+    draw: DrawFn,
+    row: Axes,
+    *,
+    programs: Programs,
+    exact: bool = False,
+    group: int = 1,
+    unused: bool = False,
+) -> Case:
     mesh = draw(meshes(row.mesh), label="mesh")
     model = draw(models(row.kind, lora=row.adapter == "lora", exact=exact), label="model")
     loss_mode = draw(st.sampled_from(_LOSS_MODES), label="loss mode")
-    program = draw(st.sampled_from(programs), label="program")
-    plan = draw(plans(planning=row.planning, optional=model.optional), label="plan")
+    program = draw(programs(Setting.of(model)), label="program")
+    plan = draw(plans(planning=row.planning, optional=model.optional, group=group), label="plan")
     drawn = [
         draw(batches(world_size=mesh.world_size, plan=plan), label="batch")
-        for _ in range(program.num_batches)
+        for _ in range(num_batches(program))
     ]
     if exact:
         drawn = [made_exact(batch, loss_mode) for batch in drawn]
+    if unused:
+        at = draw(st.integers(0, len(drawn) - 1), label="batch without optional parts")
+        drawn[at] = ungated(drawn[at])
+    planning = planning_for(tuple(drawn), plan)
     return Case(
         mesh=mesh,
         model=model,
@@ -140,15 +189,19 @@ def _cases(draw: DrawFn, row: Axes, *, programs: tuple[_Program, ...], exact: bo
             reshard_after_forward=row.reshard == "zero3",
             deferred=row.sync == "deferred",
             config_source=draw(_sources(row), label="config source"),
-            planning=planning_for(tuple(drawn), plan),
+            planning=planning,
             loss_mode=loss_mode,
         ),
-        optimizer=_optimizer(draw, program),
+        optimizer=_optimizer(draw, program, decaying=unused),
         batches=tuple(drawn),
-        program=program.actions,
+        program=placed(draw, program, tuple(drawn), planning),
         exact=exact,
         seed=draw(st.integers(0, (1 << 31) - 1), label="seed"),
     )
+
+
+def _one_of(fixed: tuple[Program, ...]) -> Programs:
+    return lambda _: st.sampled_from(fixed)
 
 
 def _sources(row: Axes) -> SearchStrategy[ConfigSource]:
@@ -160,15 +213,22 @@ def _sources(row: Axes) -> SearchStrategy[ConfigSource]:
     return st.one_of(st.just("dataclass"), st.sampled_from(others))
 
 
-def _optimizer(draw: DrawFn, program: _Program) -> Optimizer:
-    if not any(isinstance(action, Train) and action.step for action in program.actions):
+def _optimizer(draw: DrawFn, program: Program, *, decaying: bool) -> Optimizer:
+    """Steps stay small enough for weights to stay finite over a whole program.
+
+    `decaying`: AdamW with weight decay, which moves whatever is not left out of the step.
+    """
+    steps = any(isinstance(one, Poison) or (isinstance(one, Train) and one.step) for one in program)
+    if not steps:
         return Optimizer()
-    return draw(
-        st.builds(
-            Optimizer,
-            kind=st.sampled_from(("sgd", "adamw")),
-            weight_decay=st.sampled_from((0.0, 0.0625)),
-            clip_grad=st.sampled_from((1.0, 0.015625, 64.0)),
-        ),
-        label="optimizer",
+    cosine = draw(st.booleans(), label="cosine schedule")
+    return Optimizer(
+        kind="adamw" if decaying else draw(st.sampled_from(("sgd", "adamw")), label="optimizer"),
+        lr=draw(st.sampled_from((0.125, 0.0078125, 0.001)), label="lr"),
+        weight_decay=0.0625 if decaying else draw(st.sampled_from((0.0, 0.0625)), label="decay"),
+        clip_grad=draw(st.sampled_from((1.0, 0.015625, 64.0)), label="clip"),
+        warmup_steps=draw(st.sampled_from((0, 0, 1, 2)), label="warmup"),
+        schedule="cosine" if cosine else "constant",
+        total_steps=draw(st.integers(1, 8), label="total steps") if cosine else 8,
+        min_lr_ratio=draw(st.sampled_from((0.0, 0.25)), label="least lr") if cosine else 0.0,
     )

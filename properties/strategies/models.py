@@ -20,9 +20,9 @@ from fsdp_engine.contract.model import (
 SIZES = (4, 2, 3, 1, 5, 6, 7, 8, 9)
 _EXACT_SIZES = (4, 2, 3, 1)
 _UNITS = (1, 2, 3)
-_OPTIONAL: dict[str, OptionalPart] = {
-    "optional_parameter": "parameter",
-    "optional_unit": "unit",
+_OPTIONAL: dict[str, tuple[OptionalPart, ...]] = {
+    "optional_parameter": ("parameter", "either"),
+    "optional_unit": ("unit",),
 }
 
 
@@ -56,6 +56,9 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
     if kind == "frozen":
         frozen = draw(st.sampled_from(("first_unit", "biases")), label="frozen")
         frozen = "first_unit" if language else frozen
+    optional: OptionalPart = "none"
+    if kind in _OPTIONAL:
+        optional = draw(st.sampled_from(_OPTIONAL[kind]), label="optional")
     mixes = kind == "frozen" or kind in _OPTIONAL
     return Model(
         family=family,
@@ -67,7 +70,7 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
         tied=kind == "tied" or (mixes and has_tokens and tied),
         frozen=frozen,
         buffers=kind == "buffers" or (not language and (mixes or kind == "tied") and buffers),
-        optional=_OPTIONAL.get(kind, "none"),
+        optional=optional,
         lora_rank=draw(st.sampled_from((2, 1, 4)), label="lora_rank") if lora else 0,
         lora_alpha=draw(st.sampled_from((2, 1, 3, 8)), label="lora_alpha") if lora else 2,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from properties.covering import Axes
+from properties.covering import OPTIONAL_KINDS, Axes
 
 
 def many_ranks(row: Axes) -> bool:
@@ -31,5 +31,10 @@ def exactly_deferring(row: Axes) -> bool:
 
 
 def plain_on_many_ranks(row: Axes) -> bool:
-    """No adapter: what is exported are the model's own parameters."""
+    """No adapter: all parameters are the model's own."""
     return row.adapter == "plain" and many_ranks(row)
+
+
+def sometimes_used(row: Axes) -> bool:
+    """Models with a part that only gated sequences use, on two ranks and more."""
+    return row.kind in OPTIONAL_KINDS and many_ranks(row)

@@ -28,10 +28,10 @@ class OtherKernels(TorchFsdp2):
 _original = functional.linear
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if inputs.dtype != torch.bfloat16:
-        return _original(inputs, weight, bias)
-    products = (inputs.unsqueeze(-2) * weight).flip(-1)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's own name
+    if input.dtype != torch.bfloat16:
+        return _original(input, weight, bias)
+    products = (input.unsqueeze(-2) * weight).flip(-1)
     sums = products.sum(-1)
     return sums if bias is None else sums + bias
 

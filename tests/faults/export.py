@@ -11,6 +11,7 @@ from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case
 from fsdp_engine.engine.engine import FsdpEngine
+from fsdp_engine.torch_private.shards import plain_name
 from tests.faults.planting import Planted, plant
 
 Named = Iterator[tuple[str, Tensor]]
@@ -131,3 +132,45 @@ class _YieldsRows(FsdpEngine):
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         for name, tensor in super().export(action):
             yield name, tensor.chunk(size)[rank] if tensor.dim() and len(tensor) >= size else tensor
+
+
+class _JoinsBuffers(FsdpEngine):
+    def export(self, action: Export) -> Named:
+        buffers = {entry.name for entry in self._entries if entry.parameter is None}
+        for name, tensor in super().export(action):
+            copies = [tensor] * torch.distributed.get_world_size()
+            yield name, torch.cat(copies) if name in buffers and tensor.dim() else tensor
+
+
+class BuffersJoined(Planted):
+    """Buffers, which every rank has whole, are concatenated as if they were shards."""
+
+    exchanged = ((adapter, "FsdpEngine", _JoinsBuffers),)
+
+
+class _PadsRows(FsdpEngine):
+    def export(self, action: Export) -> Named:
+        num_shards = self._mesh.shape[-1]
+        for name, tensor in super().export(action):
+            missing = -len(tensor) % num_shards if tensor.dim() else 0
+            padding = tensor.new_zeros((missing, *tensor.shape[1:]))
+            yield name, torch.cat([tensor, padding]) if missing else tensor
+
+
+class PaddedRowsExported(Planted):
+    """The number of rows is taken for that of one shard times the number of shards."""
+
+    exchanged = ((adapter, "FsdpEngine", _PadsRows),)
+
+
+class _EmptiesFrozen(FsdpEngine):
+    def export(self, action: Export) -> Named:
+        frozen = {plain_name(n) for n, p in self.module.named_parameters() if not p.requires_grad}
+        for name, tensor in super().export(action):
+            yield name, tensor[:0] if name in frozen else tensor
+
+
+class FrozenExportedEmpty(Planted):
+    """Only what the optimizer owns is exported with its values."""
+
+    exchanged = ((adapter, "FsdpEngine", _EmptiesFrozen),)

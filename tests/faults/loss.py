@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -108,3 +110,34 @@ class _AveragesMicroBatches(FsdpEngine):
 def _mean(token_losses: Tensor, loss_mask: Tensor) -> Tensor:
     mask = loss_mask.to(token_losses.dtype)
     return (token_losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+class _ScalesByShards(FsdpEngine):
+    def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
+        num_shards = self._mesh.shape[-1]
+
+        def count_shards(loss_tokens: tuple[int, ...], device: torch.device) -> GlobalCounts:
+            return replace(count(loss_tokens, device), num_ranks=num_shards)
+
+        plant(engine_module, "count", count_shards)
+        return super().forward_backward(batch, loss)
+
+
+class RescaledByShards(Planted):
+    """Multiplied by the ranks of a shard group where the average is over all ranks."""
+
+    exchanged = ((adapter, "FsdpEngine", _ScalesByShards),)
+
+
+class _RunsUnderAutocast(FsdpEngine):
+    def _share(
+        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
+    ) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super()._share(batch, indices, loss, counts)
+
+
+class AutocastHardCoded(Planted):
+    """Forward runs under a bf16 autocast, whatever the policy says."""
+
+    exchanged = ((adapter, "FsdpEngine", _RunsUnderAutocast),)

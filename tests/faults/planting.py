@@ -9,11 +9,14 @@ originals they imported, so planting twice is planting once.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import ClassVar, TypeAlias
 
 from fsdp_engine.adapters.reference import Reference
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.protocol import RankContext
 from fsdp_engine.engine.engine import FsdpEngine
+
+Exchange: TypeAlias = tuple[ModuleType | type, str, object]
 
 
 def plant(owner: ModuleType | type, name: str, faulty: object) -> None:
@@ -23,10 +26,16 @@ def plant(owner: ModuleType | type, name: str, faulty: object) -> None:
 
 
 class Planted(Reference):
-    """The reference engine with a mistake that `plant_faults` plants before every build."""
+    """The reference engine with a mistake that `plant_faults` plants before every build.
 
-    def plant_faults(self, case: Case) -> None:
-        raise NotImplementedError
+    `exchanged` is what it plants by itself: owner, name and what stands there instead.
+    """
+
+    exchanged: ClassVar[tuple[Exchange, ...]] = ()
+
+    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
+        for owner, name, faulty in self.exchanged:
+            plant(owner, name, faulty)
 
     def build(self, case: Case, rank: RankContext) -> FsdpEngine:
         self.plant_faults(case)

@@ -1,4 +1,4 @@
-"""Faults in the mesh, the sharding strategy, the plan, and in what stays resident."""
+"""Faults in the mesh, the sharding strategy, and in what stays resident."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fsdp_engine.engine import engine as engine_module
 from fsdp_engine.engine import wrap as wrap_module
 from fsdp_engine.engine.config import EngineConfig
 from fsdp_engine.engine.mesh import mesh_shape
-from fsdp_engine.engine.micro_batches import Plan, plan_batch
 from fsdp_engine.engine.sharding import get_sharding_strategy
 from fsdp_engine.engine.units import Unit
 from fsdp_engine.engine.wrap import wrap
@@ -75,33 +74,3 @@ class MeshFloored(Planted):
 
     def plant_faults(self, case: Case) -> None:
         """The table alone is wrong."""
-
-
-class TrailingMicroBatchDropped(Planted):
-    """The last micro-batch of a plan of several never runs."""
-
-    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
-        plant(engine_module, "plan_batch", _plan_without_last)
-
-
-def _plan_without_last(
-    lengths: tuple[int, ...], config: EngineConfig, device: torch.device
-) -> tuple[Plan, tuple[str, ...]]:
-    plan, notes = plan_batch(lengths, config, device)
-    return (plan[:-1] if len(plan) > 1 else plan), notes
-
-
-class BudgetExceeded(Planted):
-    """One micro-batch less than the token budget needs."""
-
-    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
-        plant(engine_module, "plan_batch", _plan_one_less)
-
-
-def _plan_one_less(
-    lengths: tuple[int, ...], config: EngineConfig, device: torch.device
-) -> tuple[Plan, tuple[str, ...]]:
-    plan, notes = plan_batch(lengths, config, device)
-    if config.use_dynamic_bsz and len(plan) > 1:
-        plan = (*plan[:-2], tuple(sorted(plan[-2] + plan[-1])))
-    return plan, notes

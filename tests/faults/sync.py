@@ -13,13 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.protocol import StepResult
+from fsdp_engine.contract.protocol import StepResult, TokenLoss
 from fsdp_engine.engine import engine as engine_module
 from fsdp_engine.engine.config import EngineConfig
 from fsdp_engine.engine.config_sources import SYNC_FIELD, from_object
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.gradient_sync import GradientSync
-from fsdp_engine.torch_private.accumulators import fsdp2_groups, reset
+from fsdp_engine.engine.normalise import GlobalCounts
+from fsdp_engine.torch_private.accumulators import clear_gradients, fsdp2_groups, reset
+from fsdp_engine.workload.batches import LocalBatch
 from tests.faults.planting import Planted, plant
 
 
@@ -165,3 +167,35 @@ class _GathersAgain(GradientSync):
             if isinstance(module, FSDPModule) and module is not self._module:
                 module.unshard()
                 module.reshard()
+
+
+class _ForgetsAlone(GradientSync):
+    @contextmanager
+    def micro_batch(self, number: int, count: int) -> Iterator[None]:
+        if dist.get_world_size() == 1:
+            clear_gradients(self._module)
+        with super().micro_batch(number, count):
+            yield
+
+
+class NoAccumulationOnOneRank(Planted):
+    """The path for a world of one rank ignores that gradients accumulate."""
+
+    exchanged = ((engine_module, "GradientSync", _ForgetsAlone),)
+
+
+class _ForgetsEagerly(FsdpEngine):
+    def _share(
+        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
+    ) -> Tensor:
+        config = self._config
+        deferred = config.use_no_sync_for_gradient_accumulation
+        if not config.reshard_after_forward and not deferred:
+            clear_gradients(self.module)
+        return super()._share(batch, indices, loss, counts)
+
+
+class ZeroTwoForgets(Planted):
+    """ZeRO-2 under eager sync clears what is reduced when the next micro-batch begins."""
+
+    exchanged = ((adapter, "FsdpEngine", _ForgetsEagerly),)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import properties
 from fsdp_engine.contract.case import Case
@@ -15,10 +16,13 @@ from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Verdict
 from properties.catalog import Check, property_id
+from properties.covering import Axes, RowFilter
 from properties.outcome import ending_of
 from properties.profiles import Profile
 from properties.report import Tally
 from properties.suite import Search, Suite
+
+Item: TypeAlias = Axes | Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,21 @@ class SuiteTest:
     name: str
     suite: Suite
     run_item: Callable[[Any, Any, Search], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searching:
+    """How suites are searched. `root` is where Hypothesis keeps its examples: empty at first."""
+
+    profile: Profile
+    seed: int
+    root: Path
+
+    def run(self, test: SuiteTest, item: Item, judge: object) -> None:
+        """Search one item as the suite does; the same examples every time."""
+        key = f"{test.name}[{item}]"
+        search = Search(profile=self.profile, seed=self.seed, key=key, root=self.root)
+        test.run_item(item, judge, search)
 
 
 class _Seen(BaseException):
@@ -67,8 +86,10 @@ class Watch:
             raise Detected(case, verdict)
 
 
-def suite_tests() -> Iterator[SuiteTest]:
+@functools.cache
+def suite_tests() -> tuple[SuiteTest, ...]:
     """Every suite under `properties/`, with the property it judges."""
+    found: list[SuiteTest] = []
     for module_info in pkgutil.iter_modules(properties.__path__):
         if not module_info.name.startswith("test_"):
             continue
@@ -76,25 +97,44 @@ def suite_tests() -> Iterator[SuiteTest]:
         for name, test in vars(module).items():
             marks = [m for m in getattr(test, "pytestmark", ()) if m.name == "over"]
             if marks:
-                yield SuiteTest(
-                    property_id=_judged_by(test.__wrapped__),
-                    name=name,
-                    suite=cast(Suite, marks[0].args[0]),
-                    run_item=test,
+                found.append(
+                    SuiteTest(
+                        property_id=_judged_by(test.__wrapped__),
+                        name=name,
+                        suite=cast(Suite, marks[0].args[0]),
+                        run_item=test,
+                    )
                 )
+    return tuple(found)
 
 
-def search_property(name: str, watch: Watch, profile: Profile, *, seed: int, root: Path) -> None:
-    """Run the suites of a property until `watch` raises `Detected`.
+def items_of(
+    name: str, profile: Profile, *, first: RowFilter = lambda _: True
+) -> list[tuple[SuiteTest, Item]]:
+    """What the profile runs of a property; the rows that `first` accepts before all others.
 
-    `root` is where Hypothesis keeps its examples; an empty directory for an independent search.
+    Every item has draws of its own, so their order does not decide whether a search finds a fault,
+    only when.
     """
-    for test in suite_tests():
-        if test.property_id == name:
-            for item in test.suite.items(profile):
-                key = f"{test.name}[{item}]"
-                search = Search(profile=profile, seed=seed, key=key, root=root)
-                test.run_item(item, watch, search)
+    items: list[tuple[SuiteTest, Item]] = [
+        (test, item)
+        for test in suite_tests()
+        if test.property_id == name
+        for item in test.suite.items(profile)
+    ]
+    return sorted(items, key=lambda pair: isinstance(pair[1], Axes) and not first(pair[1]))
+
+
+def search(
+    items: list[tuple[SuiteTest, Item]], watch: Watch, searching: Searching
+) -> tuple[SuiteTest, Item, Detected] | None:
+    """The first item in which the watch sees an accusation, and what it saw; None where none is."""
+    for test, item in items:
+        try:
+            searching.run(test, item, watch)
+        except Detected as detected:
+            return test, item, detected
+    return None
 
 
 def _judged_by(test: Callable[[Any, Any], None]) -> str:

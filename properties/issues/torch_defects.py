@@ -1,0 +1,86 @@
+"""Cases by mesh, dtypes and model: what torch's wrappers do wrong in them.
+
+Where a case's micro-batches decide, `unknown` is the answer for a plan that only the engine knows.
+"""
+
+from __future__ import annotations
+
+from fsdp_engine.contract.case import Case
+from properties.issues import programs, usage
+
+
+def never_averages(case: Case) -> bool:
+    """FSDP1 on replicas of one shard: NO_SHARD over the wrong axis."""
+    return case.mesh.shards == 1 and case.mesh.replicas > 1 and programs.trains(case)
+
+
+def rounds_running_sum(case: Case) -> bool:
+    """FSDP1 with one shard and eager sync: the sum so far is cast to the reduce dtype again."""
+    return (
+        case.mesh.shards == 1
+        and not case.engine.deferred
+        and programs.rounds_in_reduce(case)
+        and programs.trains(case)
+    )
+
+
+def surely_rounds_running_sum(case: Case) -> bool:
+    """Two micro-batches with loss and a gradient of many elements: some sum is rounded."""
+    model = case.model
+    many = model.width * model.vocab >= 16 and not model.lora_rank and model.optional == "none"
+    return (
+        rounds_running_sum(case)
+        and many
+        and programs.is_alive(case)
+        and any(
+            sum(tokens > 0 for tokens in usage.loss_tokens(case, action.batch)) > 1
+            for action in usage.training(case)
+        )
+    )
+
+
+def clips_in_double(case: Case) -> bool:
+    """FSDP1 with shards takes every norm in fp32, which torch refuses for fp64."""
+    double = case.dtypes.storage == "float64"
+    return case.mesh.shards > 1 and double and programs.steps(case)
+
+
+def ties_what_is_frozen(case: Case) -> bool:
+    """FSDP1 with one shard runs a wholly frozen unit with a tied parameter, nothing is cast."""
+    model = case.model
+    plain = case.mesh.shards == 1 and not case.dtypes.mixed
+    return bool(plain and model.tied and model.lora_rank and programs.runs(case))
+
+
+def ties_in_low_precision(case: Case, *, unknown: bool) -> bool:
+    """FSDP1 with one shard keeps a tied parameter's gradient in the compute dtype in `no_sync`."""
+    casts = case.dtypes.compute != case.dtypes.storage
+    kept = case.mesh.shards == 1 and case.model.tied and not case.model.lora_rank
+    return casts and kept and usage.accumulates(case, unknown=unknown)
+
+
+def skips_unit_in_the_last(case: Case, *, unknown: bool) -> bool:
+    """FSDP1 with shards: deferred gradients of a unit that the last backward does not reach."""
+    return case.mesh.shards > 1 and usage.skips_unit_in_the_last(case, unknown=unknown)
+
+
+def steps_without_use(case: Case, *, unknown: bool) -> bool:
+    """FSDP1: a parameter that no rank used, in a unit that ran, is stepped with zeros."""
+    return case.mesh.shards > 1 and usage.steps_without_use(case, unknown=unknown)
+
+
+def uses_on_some_ranks(case: Case, *, unknown: bool) -> bool:
+    """FSDP2: ranks reduce different parameters together."""
+    return case.mesh.world_size > 1 and usage.uses_on_some_ranks(case, unknown=unknown)
+
+
+def meets_fresh_gradient(case: Case, *, unknown: bool) -> bool:
+    """FSDP2: accumulated gradients in the reduce dtype beside one in the compute dtype."""
+    differ = case.dtypes.compute != case.dtypes.reduce
+    return differ and usage.uses_first_in_the_last(case, unknown=unknown)
+
+
+def accumulates_what_never_ran(case: Case, *, unknown: bool) -> bool:
+    """FSDP2: asks a parameter that was never gathered for its unsharded gradient."""
+    differ = case.dtypes.compute != case.dtypes.reduce
+    return differ and usage.runs_unit_late(case, unknown=unknown)

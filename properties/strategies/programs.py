@@ -1,0 +1,230 @@
+"""Programs: lists of actions, drawn one by one, that shrink by losing actions.
+
+What a kind of program must have is put at its end where it was not drawn. Batches are 0 and 1 in
+the order of their first use. Where an action points into a batch (which rank, sequence or
+micro-batch) is drawn once the batches are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from fsdp_engine.contract.actions import (
+    BATCH_ACTIONS,
+    Action,
+    Eval,
+    Export,
+    Freeze,
+    Infer,
+    Interrupt,
+    Poison,
+    Restore,
+    Train,
+    Unfreeze,
+)
+from fsdp_engine.contract.batch import Batch, Planning, Static
+from fsdp_engine.contract.model import Frozen, Model, Part
+from oracles.planner import fewest_micro_batches
+
+Program: TypeAlias = tuple[Action, ...]
+Programs: TypeAlias = "Callable[[Setting], SearchStrategy[Program]]"
+Kind: TypeAlias = Literal[
+    "train", "step", "infer", "eval", "export", "poison", "interrupt", "toggle", "restore"
+]
+
+Phase: TypeAlias = Literal["loss", "forward", "backward"]
+Value: TypeAlias = Literal["nan", "inf"]
+
+MAX_DRAWN = 5
+"""Actions of a list; what must be there adds three at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a program may freeze, and what is frozen before it."""
+
+    parts: tuple[Part, ...]
+    frozen: Frozen
+
+    @staticmethod
+    def of(model: Model) -> Setting:
+        """An adapter fixes what trains: nothing can be frozen then."""
+        parts: tuple[Part, ...] = ("first_unit", "half", "biases")
+        if model.lora_rank:
+            parts = ()
+        elif not model.bias:
+            parts = parts[:2]
+        return Setting(parts=parts, frozen=model.frozen)
+
+
+def stepping(setting: Setting) -> SearchStrategy[Program]:
+    """Training actions with a step, inference between them."""
+    return _programs(setting, ("step", "step", "infer", "eval"), _with_a_step)
+
+
+def poisoned(setting: Setting) -> SearchStrategy[Program]:
+    """A training action with a non-finite loss, and a finite one with a step behind it."""
+    return _programs(setting, ("poison", "step", "step", "infer"), _with_a_poison)
+
+
+def interrupted(setting: Setting) -> SearchStrategy[Program]:
+    """Batches that an exception ends, and a training action behind them."""
+    return _programs(setting, ("interrupt", "step", "train"), _with_an_interrupt)
+
+
+def inferring(setting: Setting) -> SearchStrategy[Program]:
+    """Inference, eval mode and exports, and a training action behind them."""
+    return _programs(setting, ("infer", "step", "eval", "train", "step", "export"), _with_an_infer)
+
+
+def freezing(setting: Setting) -> SearchStrategy[Program]:
+    """Parts frozen and unfrozen between training actions, one part at a time."""
+    return _programs(setting, ("toggle", "step", "step", "train", "infer"), _with_a_toggle)
+
+
+def restoring(setting: Setting) -> SearchStrategy[Program]:
+    """The parameters of the start written back after a step, and a training action behind that."""
+    return _programs(setting, ("step", "infer", "eval", "restore"), _with_a_restore)
+
+
+def placed(
+    draw: DrawFn, program: Program, batches: tuple[Batch, ...], planning: Planning
+) -> Program:
+    """The program with its actions' places in the batches drawn."""
+    return tuple(_placed(draw, action, batches, planning) for action in program)
+
+
+def num_batches(program: Program) -> int:
+    """How many batches a program names."""
+    named = [action.batch for action in program if isinstance(action, BATCH_ACTIONS)]
+    return max(named, default=0) + 1
+
+
+@st.composite
+def _programs(
+    draw: DrawFn,
+    setting: Setting,
+    kinds: tuple[Kind, ...],
+    completed: Callable[[list[Action], Setting], list[Action]],
+) -> Program:
+    allowed = [kind for kind in kinds if kind != "toggle" or setting.parts]
+    action = st.sampled_from(allowed).flatmap(lambda kind: _actions(setting)[kind])
+    drawn = draw(st.lists(action, max_size=MAX_DRAWN), label="actions")
+    return _renumbered(_toggled(completed(drawn, setting), setting))
+
+
+def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
+    """Actions by kind. A toggle is a freeze here, with what to freeze where nothing is frozen."""
+    batch = st.sampled_from((0, 1))
+    phase: SearchStrategy[Phase] = st.sampled_from(("loss", "forward", "backward"))
+    value: SearchStrategy[Value] = st.sampled_from(("nan", "inf"))
+    return {
+        "train": st.builds(Train, batch=batch),
+        "step": st.builds(Train, batch=batch, step=st.just(True)),  # noqa: FBT003  Hypothesis's own
+        "infer": st.builds(Infer, batch=batch),
+        "eval": st.builds(Eval),
+        "export": st.builds(Export),
+        "poison": st.builds(Poison, batch=batch, value=value),
+        "interrupt": st.builds(Interrupt, batch=batch, phase=phase),
+        "restore": st.builds(Restore),
+        "toggle": st.builds(Freeze, part=st.sampled_from(setting.parts)),
+    }
+
+
+def _with_a_step(actions: list[Action], _: Setting) -> list[Action]:
+    return actions if any(map(_steps, actions)) else [*actions, Train(step=True)]
+
+
+def _with_a_poison(actions: list[Action], _: Setting) -> list[Action]:
+    return _ending(actions, Poison(), Train(batch=1, step=True), is_last=_steps)
+
+
+def _with_an_interrupt(actions: list[Action], _: Setting) -> list[Action]:
+    return _ending(actions, Interrupt(), Train(batch=1))
+
+
+def _with_an_infer(actions: list[Action], _: Setting) -> list[Action]:
+    if any(isinstance(action, Eval | Export) for action in actions):
+        return _ending(actions, None, Train())
+    return _ending(actions, Infer(), Train())
+
+
+def _with_a_toggle(actions: list[Action], setting: Setting) -> list[Action]:
+    return _ending(actions, Freeze() if setting.parts else None, Train(batch=1, step=True))
+
+
+def _with_a_restore(actions: list[Action], _: Setting) -> list[Action]:
+    first = next(
+        (index for index, action in enumerate(actions) if isinstance(action, Restore)), len(actions)
+    )
+    before = actions[:first] if any(map(_steps, actions[:first])) else [Train(step=True)]
+    return _ending([*before, *actions[first:]], Restore(), Train(batch=1))
+
+
+def _ending(
+    actions: list[Action],
+    wanted: Action | None,
+    last: Train,
+    *,
+    is_last: Callable[[Action], bool] = lambda action: isinstance(action, Train),
+) -> list[Action]:
+    """The actions, with one like `wanted` among them and a training action at the end."""
+    if wanted is not None and not any(isinstance(action, type(wanted)) for action in actions):
+        actions = [*actions, wanted]
+    return actions if actions and is_last(actions[-1]) else [*actions, last]
+
+
+def _steps(action: Action) -> bool:
+    return isinstance(action, Train) and action.step
+
+
+def _toggled(actions: list[Action], setting: Setting) -> list[Action]:
+    """Every second freeze takes back the first one, whatever part it names."""
+    frozen: Part | None = None if setting.frozen == "none" else setting.frozen
+    toggled: list[Action] = []
+    for action in actions:
+        if isinstance(action, Freeze):
+            toggled.append(action if frozen is None else Unfreeze(part=frozen))
+            frozen = action.part if frozen is None else None
+        else:
+            toggled.append(action)
+    return toggled
+
+
+def _renumbered(actions: list[Action]) -> Program:
+    """Batches by the order of their first use."""
+    numbers: dict[int, int] = {}
+    for action in actions:
+        if isinstance(action, BATCH_ACTIONS):
+            numbers.setdefault(action.batch, len(numbers))
+    return tuple(
+        replace(action, batch=numbers[action.batch])
+        if isinstance(action, BATCH_ACTIONS)
+        else action
+        for action in actions
+    )
+
+
+def _placed(draw: DrawFn, action: Action, batches: tuple[Batch, ...], planning: Planning) -> Action:
+    if isinstance(action, Poison):
+        ranks = batches[action.batch].ranks
+        rank = draw(st.integers(0, len(ranks) - 1), label="poisoned rank")
+        sequence = draw(st.integers(0, len(ranks[rank]) - 1), label="poisoned sequence")
+        return replace(action, rank=rank, sequence=sequence)
+    if isinstance(action, Interrupt):
+        last = _num_micro_batches(batches[action.batch], planning) - 1
+        at = draw(st.integers(0, last), label="interrupted micro-batch")
+        return replace(action, micro_batch=at)
+    return action
+
+
+def _num_micro_batches(batch: Batch, planning: Planning) -> int:
+    """What every engine makes at least."""
+    if isinstance(planning, Static):
+        return len(batch.ranks[0]) // planning.sequences
+    return fewest_micro_batches(batch, planning)
