@@ -11,7 +11,7 @@ BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: properties test detection lint types layers check clean setup
+.PHONY: properties test detection bench lint types layers check clean setup
 
 properties: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) $(ARGS)
@@ -22,6 +22,10 @@ test: setup
 # Every planted fault with three seeds, down to its minimal case; also written to .reports/.
 detection: setup
 	$(PYTHON) -m tests.detection $(ARGS)
+
+# Speed and sensitivity, one table; also written to .reports/. Never part of CI.
+bench: setup
+	$(PYTHON) -m tests.bench $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

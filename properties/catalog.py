@@ -37,7 +37,7 @@ PROPERTIES: dict[str, str] = {
     "illegal-configuration-is-refused": "properties.checks.configuration:illegal_is_refused",
     "configuration-field-is-observable": "properties.checks.configuration:field_is_observable",
     "norm-and-clip-match-oracle": "properties.checks.step:norm_and_clip",
-    "non-finite-step-changes-nothing": "properties.checks.step:non_finite_changes_nothing",
+    "non-finite-step-changes-nothing": "properties.checks.non_finite:changes_nothing",
     "optimizer-step-matches-oracle": "properties.checks.step:optimizer_step",
     "learning-rate-matches-schedule": "properties.checks.step:learning_rates",
     "interrupted-batch-changes-nothing": "properties.checks.atomicity:changes_nothing",

@@ -216,9 +216,9 @@ class Judge:
     def _known_to_hang(self, name: str, case: Case) -> KnownIssue | None:
         """The issue that has hung in this process and may again in this case."""
         for issue in self.known_issues:
-            if issue.id in self.hangs.known and issue.concerns(self.engine, name):
-                if issue.hits(case):
-                    return issue
+            hung = issue.id in self.hangs.known and issue.concerns(self.engine, name)
+            if hung and issue.hits(case):
+                return issue
         return None
 
 

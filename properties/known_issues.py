@@ -57,6 +57,18 @@ FSDP1 = (
         says=("without narrowing to the specified dtype",),
     ),
     KnownIssue(
+        id="fsdp1-norm-rounded-on-some-ranks",
+        engines=("torch_fsdp1",),
+        reason="clip_grad_norm_ hands the norm back in the gradients' dtype, but in fp32 on a rank "
+        "whose shard holds none of them",
+        reference=f"{_SOURCE}/fully_sharded_data_parallel.py#L1207",
+        hits=torch.rounds_norm_on_some_ranks,
+        must=torch.surely_rounds_norm_on_some_ranks,
+        ends=("Failed",),
+        says=("as on rank 0",),
+        properties=("norm-and-clip-match-oracle",),
+    ),
+    KnownIssue(
         id="fsdp1-no-shard-tied-and-frozen",
         engines=("torch_fsdp1",),
         reason="with NO_SHARD a tied parameter of a wholly frozen unit is registered as a tensor "
@@ -66,6 +78,17 @@ FSDP1 = (
         must=torch.ties_what_is_frozen,
         ends=("RaisedAssertionError",),
         says=("as_params=",),
+    ),
+    KnownIssue(
+        id="fsdp1-no-shard-exports-no-frozen-root",
+        engines=("torch_fsdp1",),
+        reason="with NO_SHARD the parameters of a wholly frozen root stay registered as tensors "
+        "behind a backward, so the state dict has no place for them",
+        reference=f"{_SOURCE}/_state_dict_utils.py#L227",
+        hits=partial(torch.exports_what_is_frozen, at_once=False),
+        must=partial(torch.exports_what_is_frozen, at_once=True),
+        ends=("RaisedAssertionError",),
+        says=("param_name=",),
     ),
     KnownIssue(
         id="fsdp1-no-shard-tied-in-low-precision",
@@ -90,15 +113,27 @@ FSDP1 = (
         says=("_saved_grad_shard",),
     ),
     KnownIssue(
+        id="fsdp1-no-shard-unit-not-in-the-last",
+        engines=("torch_fsdp1",),
+        reason="with NO_SHARD a unit that only earlier micro-batches used is not reduced at all: "
+        "its gradient stays as no_sync left it, in the compute dtype",
+        reference=f"{_SOURCE}/_runtime_utils.py#L932",
+        hits=partial(torch.leaves_unit_unreduced, unknown=True),
+        must=partial(torch.leaves_unit_unreduced, unknown=False),
+        ends=("Failed",),
+        must_in=_GRADIENTS,
+    ),
+    KnownIssue(
         id="fsdp1-steps-what-was-not-used",
         engines=("torch_fsdp1",),
         reason="a parameter that no rank used has zeros for a gradient where its unit ran, so "
         "weight decay moves it and AdamW gives it state",
         reference=f"{_SOURCE}/_flat_param.py#L2595",
         hits=partial(torch.steps_without_use, unknown=True),
-        must=lambda _: False,
+        must=_both(torch.shards, torch.surely_steps_without_use),
         ends=("Failed",),
         properties=("optimizer-step-matches-oracle", "unused-parameters-stay"),
+        must_in=("unused-parameters-stay",),
     ),
     KnownIssue(
         id="fsdp1-interrupted-batch-stays",
@@ -106,11 +141,8 @@ FSDP1 = (
         reason="an exception in a micro-batch leaves training states, gathered parameters and "
         "saved gradients as they were, and nothing public puts them back",
         reference=f"{_SOURCE}/_runtime_utils.py#L701",
-        hits=lambda case: any(programs.was_interrupted(case, unknown=True)),
-        must=lambda case: (
-            case.mesh.shards > 1
-            and any(a.phase == "forward" for a in programs.was_interrupted(case, unknown=False))
-        ),
+        hits=programs.may_be_interrupted,
+        must=_both(torch.shards, programs.interrupts_forward),
         ends=("Failed", "RaisedRuntimeError", "RaisedValueError", "RaisedAssertionError"),
     ),
     KnownIssue(
@@ -119,14 +151,8 @@ FSDP1 = (
         reason="the root stays gathered after a forward without backward, so what is written to "
         "its shards in place is not seen by the next forward",
         reference=f"{_PYTORCH}/issues/117421",
-        hits=programs.restores_what_is_gathered,
-        must=lambda case: (
-            case.mesh.shards > 1
-            and programs.restores_what_is_gathered(case)
-            and programs.never_frozen(case)
-            and programs.moves_at_once(case)
-            and programs.is_alive(case)
-        ),
+        hits=_both(torch.shards, programs.restores_what_is_gathered),
+        must=_both(torch.shards, programs.surely_restores),
         ends=("Failed",),
         must_in=_GRADIENTS,
     ),
@@ -156,14 +182,30 @@ FSDP2 = (
         says=("_unsharded_param",),
     ),
     KnownIssue(
-        id="fsdp2-used-on-some-ranks",
+        id="fsdp2-sizes-differ-between-ranks",
         engines=("torch_fsdp2",),
-        reason="a unit reduces the parameters that have a gradient on this rank: where ranks "
-        "differ, sizes do not fit and gloo ends the process, or equal sizes are mixed silently",
+        reason="a unit reduces the parameters that have a gradient on this rank; where others have "
+        "more or fewer, sizes do not fit and gloo ends the process",
         reference=f"{_PYTORCH}/issues/158719",
-        hits=partial(torch.uses_on_some_ranks, unknown=True),
-        must=_both(partial(torch.uses_on_some_ranks, unknown=False), programs.never_frozen),
-        ends=("Failed", "Died", "Hung", "RaisedRuntimeError", "RaisedAssertionError"),
+        hits=partial(torch.reduces_other_sizes, unknown=True),
+        must=_both(partial(torch.reduces_other_sizes, unknown=False), programs.never_frozen),
+        ends=(
+            "Died",
+            "Hung",
+            "RaisedRuntimeError",
+            "RaisedAssertionError",
+            "RaisedDistBackendError",
+        ),
+    ),
+    KnownIssue(
+        id="fsdp2-mixes-what-ranks-use",
+        engines=("torch_fsdp2",),
+        reason="a unit reduces the parameters that have a gradient on this rank; where others have "
+        "others of the same size, these are added up silently",
+        reference=f"{_PYTORCH}/issues/158719",
+        hits=torch.reduces_other_parameters,
+        must=_both(torch.reduces_other_parameters, programs.never_frozen, programs.is_alive),
+        ends=("Failed",),
         must_in=_GRADIENTS,
     ),
     KnownIssue(
@@ -172,14 +214,8 @@ FSDP2 = (
         reason="a unit takes its dtypes from the parameters that train at the first forward, of "
         "which there are none: its gradient is neither reduced in the reduce dtype nor cast back",
         reference=f"{_PYTORCH}/issues/186998",
-        hits=lambda case: (
-            case.dtypes.mixed and programs.trains_what_began_frozen(case, must_raise=False)
-        ),
-        must=lambda case: (
-            case.dtypes.mixed
-            and case.model.optional == "none"
-            and programs.trains_what_began_frozen(case, must_raise=True)
-        ),
+        hits=partial(torch.unfreezes_mixed, must_raise=False),
+        must=partial(torch.unfreezes_mixed, must_raise=True),
         ends=("Failed", "RaisedRuntimeError"),
         says=("grad_dtype", "gradient"),
     ),
@@ -189,9 +225,10 @@ FSDP2 = (
         reason="what stays gathered after a forward without backward keeps the requires_grad of "
         "then, so the next micro-batch does not see what was frozen or unfrozen since",
         reference=f"{_SOURCE}/_fully_shard/_fsdp_param_group.py#L372",
-        hits=lambda case: bool(programs.toggles_what_is_gathered(case)),
-        must=lambda _: False,
+        hits=partial(programs.toggles_what_stays, surely=False),
+        must=_both(partial(programs.toggles_what_stays, surely=True), programs.is_alive),
         ends=("Failed",),
+        must_in=_GRADIENTS,
     ),
     KnownIssue(
         id="fsdp2-interrupted-batch-stays",
@@ -199,9 +236,10 @@ FSDP2 = (
         reason="gradients that wait for their reduction survive zero_grad and reset_iter_state "
         "and are added to the next batch's",
         reference=f"{_SOURCE}/_fully_shard/_fully_shard.py#L376",
-        hits=lambda case: any(programs.was_interrupted(case, unknown=True)),
-        must=lambda _: False,
+        hits=programs.may_be_interrupted,
+        must=_both(programs.leaves_accumulators, programs.is_alive),
         ends=("Failed", "RaisedRuntimeError", "RaisedAssertionError"),
+        must_in=_GRADIENTS,
     ),
     KnownIssue(
         id="fsdp2-restore-while-gathered",
@@ -210,13 +248,7 @@ FSDP2 = (
         "its shards in place is not seen by the next forward",
         reference=f"{_PYTORCH}/issues/144289",
         hits=programs.restores_what_is_gathered,
-        must=lambda case: (
-            case.mesh.shards > 1
-            and programs.restores_what_is_gathered(case)
-            and programs.never_frozen(case)
-            and programs.moves_at_once(case)
-            and programs.is_alive(case)
-        ),
+        must=programs.surely_restores,
         ends=("Failed",),
         must_in=_GRADIENTS,
     ),

@@ -22,6 +22,7 @@ from properties.replay import DEFAULT_ENGINE
 from properties.session import (
     SESSION,
     WORKER_SEED,
+    WORKER_STRATEGIES,
     WORKER_UNREPLAYABLE,
     WORKER_ZYGOTE,
     Reporter,
@@ -95,6 +96,7 @@ def pytest_configure_node(node: Any) -> None:
     """Tell a worker of xdist the session's seed and probe, and what its ranks are forked from."""
     session = node.config.stash[SESSION]
     node.workerinput[WORKER_SEED] = session.seed
+    node.workerinput[WORKER_STRATEGIES] = list(session.strategies)
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote().address
 
@@ -113,7 +115,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = metafunc.config.stash[SESSION]
     items: Sequence[Axes | Case]
     if session.cases is None:
-        items = suite.items(session.profile)
+        items = suite.items(session.profile, strategies=session.strategies)
     else:
         items = [case for case in session.cases if suite.takes(case)]
     ids = [case_id(item)[:12] if isinstance(item, Case) else str(item) for item in items]

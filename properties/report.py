@@ -38,7 +38,8 @@ class Tally:
 
     `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
     what the check itself has nothing to say about. `known_issue` counts failed cases by the issue
-    that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are the main axes of the judged cases.
+    that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are
+    the main axes of the judged cases.
     """
 
     drawn: int = 0

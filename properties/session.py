@@ -24,6 +24,7 @@ from properties.repro import read_case_file, read_text
 WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
 WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
+WORKER_STRATEGIES = "fsdp_properties_strategies"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -32,7 +33,8 @@ class Session:
 
     `cases` are those given with `--cases`, None where cases are drawn; `broken_cases` say what is
     wrong with the others of that file. `hangs` counts over the whole process. Workers of xdist are
-    told the seed and what the probe found, `unreplayable`, by their controller, which alone keeps a
+    told the seed, the engine's `strategies` (none: all are drawn) and what the probe found,
+    `unreplayable`, by their controller, which alone keeps a
     `report`, once `begin` was called.
     """
 
@@ -43,6 +45,7 @@ class Session:
         self.is_worker = hasattr(config, "workerinput")
         self.seed = _seed(config)
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
+        self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
         self.hangs = Hangs()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
@@ -69,17 +72,18 @@ class Session:
                 name ends the session before a single test.
         """
         try:
-            versions = self.worlds.tables().capabilities.versions
+            capabilities = self.worlds.tables().capabilities
         except FsdpPropertiesError as error:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
+        self.strategies = capabilities.strategies
         self.unreplayable = probe()
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()
         self.report = Report(
             engine=self.engine,
             device="cpu",
-            versions=versions | tools,
+            versions=capabilities.versions | tools,
             profile=self.profile.name,
             seed=self.seed,
             max_world_size=self.profile.max_world_size,

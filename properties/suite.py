@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
@@ -42,8 +42,10 @@ class Search:
 class Suite(Protocol):
     """What a suite is run over, one test each: rows to draw cases in, or cases of a table."""
 
-    def items(self, profile: Profile) -> tuple[Axes, ...] | tuple[Case, ...]:
-        """What the profile takes of them."""
+    def items(
+        self, profile: Profile, *, strategies: Collection[str] = ()
+    ) -> tuple[Axes, ...] | tuple[Case, ...]:
+        """What the profile takes of them for an engine with these strategies; all where none."""
 
     def takes(self, case: Case) -> bool:
         """Whether a case given by the user belongs into the suite."""
@@ -55,10 +57,11 @@ class _Rows:
     main: bool
     given: bool
 
-    def items(self, profile: Profile) -> tuple[Axes, ...]:
+    def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else profile.rows
-        return varied(filter(self.where, array), count=count)
+        rows = (row for row in array if not strategies or row.strategy in strategies)
+        return varied(filter(self.where, rows), count=count)
 
     def takes(self, case: Case) -> bool:
         row = axes_of(case)
@@ -71,7 +74,7 @@ class _Table:
     cases: Callable[[], tuple[Case, ...]]
     overrides: bool
 
-    def items(self, profile: Profile) -> tuple[Case, ...]:
+    def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Case, ...]:  # noqa: ARG002  tables ask about no strategy
         return spread(self.cases(), count=profile.table_cases)
 
     def takes(self, case: Case) -> bool:

@@ -11,8 +11,8 @@ from fsdp_engine.contract.errors import EngineRaised, RankDied, RankHung
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing
-from properties.judge import Hangs, Judge
 from properties.issues.issue import KnownIssue
+from properties.judge import Hangs, Judge
 from properties.strategies.tables import one_case
 
 Behaviour: TypeAlias = Callable[[Case], Verdict]

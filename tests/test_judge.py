@@ -13,8 +13,8 @@ from fsdp_engine.contract.errors import UnsupportedCase, WorldError
 from fsdp_engine.contract.model import Model
 from oracles.verdict import not_applicable, passing
 from properties.catalog import PROPERTIES, UnknownPropertyError, load_check, property_id
-from properties.judge import Judge, PropertyFailure, failure_class
 from properties.issues.issue import KnownIssue
+from properties.judge import Judge, PropertyFailure, failure_class
 from properties.repro import read_case_file
 from tests.judging import (
     CASE,

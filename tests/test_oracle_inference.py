@@ -12,7 +12,7 @@ from fsdp_engine.contract.actions import Eval, Infer, Train
 from fsdp_engine.contract.batch import Batch, Sequence, Static
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.model import Model
-from fsdp_engine.contract.observation import InferRecord, Observation, Record
+from fsdp_engine.contract.observation import InferRecord, Observation
 from fsdp_engine.workload.batches import local_batch
 from oracles.arrays import array_of, float64_of
 from oracles.evaluation import FLOAT64, Arithmetic, Evaluator

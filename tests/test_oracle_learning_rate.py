@@ -84,9 +84,9 @@ def test_cosine_of_torch() -> None:
 def test_ends_are_exact() -> None:
     for steps in (3, 4, 100):
         wanted = learning_rate(CONSTANT, steps)
-        assert (wanted.value, wanted.error) == (0.1, 0.0)
+        assert (float(wanted.value), float(wanted.error)) == (0.1, 0.0)
     first = learning_rate(CONSTANT, 0)
-    assert (first.value, first.error) == (0.0, 0.0)
+    assert (float(first.value), float(first.error)) == (0.0, 0.0)
     assert learning_rate(COSINE, 2).value == 0.003
     assert learning_rate(NO_WARMUP, 11).value == 0.0
 

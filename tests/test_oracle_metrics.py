@@ -22,7 +22,7 @@ SEQUENCES = [np.array([1.0, 2.0]), np.array([3.0]), np.array([])]
 MODES: list[LossMode] = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
-@pytest.mark.parametrize(("mode", "wanted"), zip(MODES, [2.0, 6.0, 3.0, 2.25], strict=True))
+@pytest.mark.parametrize(("mode", "wanted"), list(zip(MODES, [2.0, 6.0, 3.0, 2.25], strict=True)))
 def test_the_loss_of_each_mode(mode: LossMode, wanted: float) -> None:
     assert loss_of(SEQUENCES, mode) == wanted
 

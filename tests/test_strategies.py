@@ -55,6 +55,10 @@ def _gates(case: Case) -> list[bool]:
     return [any(s.gated for s in local[at : at + size]) for at in range(0, len(local), size)]
 
 
+def _gated(sequences: tuple[Sequence, ...]) -> bool:
+    return any(sequence.gated for sequence in sequences)
+
+
 _STEP = Train(step=True)
 _STEP_OF_NEXT = Train(batch=1, step=True)
 
@@ -157,6 +161,10 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
         restoring_cases,
         lambda c: _kinds(c)[:3] == ["train", "infer", "restore"],
     ),
+    "an inference behind a restore": (
+        restoring_cases,
+        lambda c: "infer" in _kinds(c)[_kinds(c).index("restore") :],
+    ),
     "groups of three": (grouped_cases, lambda c: c.engine.planning.group == 3),
 }
 
@@ -183,6 +191,17 @@ FEATURES_OF_ROWS: dict[str, tuple[Axes, Feature]] = {
             c.engine.planning.kind == "static"
             and c.engine.planning.sequences == 2
             and [s.gated for s in c.batches[0].ranks[0]][:2] == [True, False]
+        ),
+    ),
+    "a parameter that some ranks use": (
+        Axes(kind="optional_parameter"),
+        lambda c: c.model.optional == "parameter" and len(set(map(_gated, c.batches[0].ranks))) > 1,
+    ),
+    "one of two parameters on each rank": (
+        Axes(kind="optional_parameter"),
+        lambda c: (
+            c.model.optional == "either"
+            and [{s.gated for s in rank} for rank in c.batches[0].ranks] == [{True}, {False}]
         ),
     ),
     "an adapter with three units": (
@@ -243,7 +262,7 @@ def test_wide_worlds_are_reached_where_allowed(size: int) -> None:
     ("draw", "program"),
     [
         (poisoned_cases, (Poison(), _STEP_OF_NEXT)),
-        (interrupted_cases, (Interrupt(), Train(batch=1))),
+        (interrupted_cases, (Interrupt(micro_batch=1), Train(batch=1))),
         (inferring_cases, (Infer(), Train())),
         (freezing_cases, (Freeze(), _STEP)),
         (restoring_cases, (_STEP, Restore(), Train(batch=1))),
@@ -254,7 +273,8 @@ def test_wide_worlds_are_reached_where_allowed(size: int) -> None:
 def test_a_kind_of_program_shrinks_to_the_shortest(draw: Draw, program: Program) -> None:
     found = find(draw(Axes()), lambda _: True, settings=SHRINK)
     assert found.program == program
-    assert [len(local) for local in found.batches[0].ranks] == [found.engine.planning.group] * 2
+    size = found.engine.planning.group * (2 if draw in (interrupted_cases, grouped_cases) else 1)
+    assert [len(local) for local in found.batches[0].ranks] == [size] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from fsdp_engine.adapters.torch_fsdp import TorchFsdp1, TorchFsdp2
 from fsdp_engine.contract.actions import Export, Infer, Train
-from fsdp_engine.contract.batch import TokenBudget
+from fsdp_engine.contract.batch import Batch, TokenBudget
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
     Case,
@@ -248,27 +249,17 @@ def test_a_step_moves_the_parameters_by_the_clipped_gradient(
 
 
 def test_what_a_wrapper_cannot_do_is_refused_with_the_reason() -> None:
-    optional = Model(family="mlp", units=2, optional="unit")
     one, two = TorchFsdp1(), TorchFsdp2()
     assert "fsdp2" in str(one.supports(world_case("fsdp2")))
     assert "fsdp1" in str(two.supports(world_case("fsdp1")))
-    assert "replicas" in str(one.supports(world_case("fsdp1", mesh=(2, 1))))
-    assert two.supports(world_case("fsdp2", mesh=(2, 1))) is None
-    assert "no_sync" in str(one.supports(world_case("fsdp1", model=optional, deferred=True)))
-    assert one.supports(world_case("fsdp1", model=optional)) is None
-    fp64 = DTYPE_POLICIES["fp64"]
-    assert "fp64" in str(
-        one.supports(world_case("fsdp1", dtypes=fp64, program=(Train(step=True),)))
-    )
-    alone = world_case("fsdp1", mesh=(1,), dtypes=DTYPE_POLICIES["fp32/bf16/bf16"])
-    assert "NO_SHARD" in str(one.supports(alone))
-    adapter = Model(family="mlp", lora_rank=2)
-    alone = world_case("fsdp1", mesh=(1,), model=adapter, program=(Train(), Export()))
-    assert "NO_SHARD" in str(one.supports(alone))
-    mixed = DTYPE_POLICIES["fp32/bf16/fp32"]
-    assert two.supports(world_case("fsdp2", model=optional, deferred=True)) is None
-    refused = world_case("fsdp2", model=optional, deferred=True, dtypes=mixed)
-    assert "torch defect" in str(two.supports(refused))
+    optional = Model(family="mlp", units=2, optional="unit")
+    uniform = world_case("fsdp2", model=optional)
+    assert two.supports(uniform) is None
+    skipped = tuple(replace(sequence, gated=False) for sequence in uniform.batches[0].ranks[1])
+    uneven = (Batch(ranks=(uniform.batches[0].ranks[0], skipped)),)
+    assert "unit" in str(two.supports(replace(uniform, batches=uneven)))
+    parameter = replace(optional, optional="parameter")
+    assert two.supports(replace(uniform, batches=uneven, model=parameter)) is None
     yaml = EngineOptions(strategy="fsdp2", config_source="yaml")
     assert "configuration" in str(two.supports(world_case("fsdp2", engine=yaml)))
 

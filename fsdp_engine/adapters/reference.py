@@ -56,12 +56,6 @@ class Reference:
     def supports(self, case: Case) -> str | None:
         if "float16" in (case.dtypes.storage, case.dtypes.compute, case.dtypes.reduce):
             return "the reference engine has no loss scaling, so no float16"
-        replicated = case.engine.strategy == "fsdp1" and replicates(case.mesh.shape)
-        if replicated and case.model.tied and case.model.lora_rank:
-            return (
-                "FSDP1 without shards asserts in forward where a tied parameter's unit is wholly "
-                "frozen (torch defect, `_use_unsharded_views`)"
-            )
         if case.model.optional == "unit" and not _ranks_run_the_same_units(case):
             return (
                 "some ranks run the optional unit in a micro-batch in which others do not: FSDP's "

@@ -36,6 +36,7 @@ from fsdp_engine.torch_private.shards import (
     state_shards,
     write_shards,
 )
+from fsdp_engine.torch_private.trainable import set_trainable
 from fsdp_engine.workload.batches import LocalBatch
 
 ModuleArguments = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -94,10 +95,7 @@ class FsdpEngine:
 
     @contextmanager
     def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
-        """Train or evaluate inside; every module's own mode comes back.
-
-        An exception leaves no gradient and nothing gathered.
-        """
+        """Train or evaluate inside; modes come back. An exception leaves no gradient behind."""
         if which == "train":
             self._optimizer("train")
         before = [(module, module.training) for module in self.module.modules()]
@@ -172,11 +170,13 @@ class FsdpEngine:
 
     def freeze(self, names: tuple[str, ...]) -> None:
         """Take no gradients for these parameters from now on; optimizer state is kept."""
-        self._set_trainable(names, trainable=False)
+        self.zero_grad()
+        set_trainable(self.module, names, trainable=False)
 
     def unfreeze(self, names: tuple[str, ...]) -> None:
         """Train these parameters from now on."""
-        self._set_trainable(names, trainable=True)
+        self.zero_grad()
+        set_trainable(self.module, names, trainable=True)
 
     def restore(self, parameters: tuple[LocalShard, ...]) -> None:
         """Write this rank's parts back in place; the next forward gathers them."""
@@ -256,12 +256,6 @@ class FsdpEngine:
         for name, parameter in self.module.named_parameters():
             if plain_name(name) in self._absent:
                 parameter.grad = None
-
-    def _set_trainable(self, names: tuple[str, ...], *, trainable: bool) -> None:
-        self.zero_grad()
-        parameters = {plain_name(name): p for name, p in self.module.named_parameters()}
-        for name in names:
-            parameters[name].requires_grad_(trainable)
 
     def _abandon(self) -> None:
         reset(self.module)

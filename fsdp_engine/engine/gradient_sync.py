@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_engine.torch_private.deferred import before_deferred_backward, before_last_backward
 from fsdp_engine.torch_private.sync_flags import without_reduction
+from fsdp_engine.torch_private.trainable import register_frozen
 
 
 class GradientSync:
@@ -37,6 +38,13 @@ class GradientSync:
 
         The flags that were set before come back, also after an exception.
         """
+        with self._synchronised(number, count):
+            yield
+        if isinstance(self._module, FullyShardedDataParallel) and self._replicated:
+            register_frozen(self._module)
+
+    @contextmanager
+    def _synchronised(self, number: int, count: int) -> Iterator[None]:
         last = number == count - 1
         if self._deferred and not last:
             with self._without_reduction():

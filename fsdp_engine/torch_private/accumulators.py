@@ -53,7 +53,7 @@ def reshard(root: nn.Module) -> None:
         return
     for module in FullyShardedDataParallel.fsdp_modules(root):
         if module._handle is not None:
-            _reshard_handle(module, module._handle)
+            reshard_handle(module, module._handle)
 
 
 def fsdp2_groups(root: nn.Module) -> list[tuple[FSDPModule, Any]]:
@@ -94,7 +94,7 @@ def _reset_fsdp1(root: FullyShardedDataParallel) -> None:
 def _reset_handle(unit: FullyShardedDataParallel, handle: Any) -> None:
     flat = handle.flat_param
     handle._training_state = HandleTrainingState.IDLE
-    _reshard_handle(unit, handle)
+    reshard_handle(unit, handle)
     if hasattr(flat, "_post_backward_hook_state"):
         flat._post_backward_hook_state[-1].remove()
         del flat._post_backward_hook_state
@@ -111,6 +111,7 @@ def _reset_handle(unit: FullyShardedDataParallel, handle: Any) -> None:
         handle._pre_forward_order_index = None
 
 
-def _reshard_handle(unit: FullyShardedDataParallel, handle: Any) -> None:
+def reshard_handle(unit: FullyShardedDataParallel, handle: Any) -> None:
+    """Free one FSDP1 unit's gathered parameters and register its own ones again."""
     if hasattr(handle.flat_param, "_local_shard"):  # absent before the first forward
         _reshard(unit, handle, handle.uses_sharded_strategy)

@@ -14,7 +14,6 @@ from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import (
     ExportedTensor,
     ExportRecord,
-    InferRecord,
     ModuleState,
     Observation,
     Record,
@@ -24,6 +23,7 @@ from fsdp_engine.contract.protocol import Run
 from oracles.arrays import array_of
 from oracles.bitwise import array_mismatches, part_mismatches
 from oracles.export import Exported, assemble_parameters, predict_initial, predict_trained
+from oracles.metamorphic import first_difference, told_mismatches, without
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
 _DEVICE = "cpu"
@@ -111,15 +111,10 @@ def changes_nothing(case: Case, run: Run) -> Verdict:
             if isinstance(record, ExportRecord):
                 where = f"action {index} (export) rank {rank}"
                 mismatches += _state_mismatches(where, record.after, record.before)
-    kept = [index for index, action in enumerate(case.program) if action.kind != "export"]
-    if kept:
-        program = tuple(case.program[index] for index in kept)
-        without = run(dataclasses.replace(case, program=program))
-        for rank, own in enumerate(without.ranks):
-            for index, record in zip(kept, own.records, strict=True):
-                got = observation.ranks[rank].records[index]
-                where = f"action {index} ({record.kind}) rank {rank}, exports against none"
-                mismatches += _record_mismatches(where, got, record)
+    shorter = without(case, ("export",))
+    if shorter is not None:
+        told = "exports against none"
+        mismatches += first_difference(shorter, observation, run(shorter.case), told=told)
     return exactly(mismatches)
 
 
@@ -189,43 +184,14 @@ def _tensor_mismatches(
     mismatches: list[Mismatch] = []
     for one, other in zip(got, wanted, strict=True):
         mismatches += array_mismatches(f"{where} {one.name}", one.value, other.value)
-        mismatches += _told_mismatches(f"{where} {one.name} device", one.device, other.device)
+        mismatches += told_mismatches(f"{where} {one.name} device", one.device, other.device)
     return mismatches
 
 
 def _state_mismatches(where: str, after: ModuleState, before: ModuleState) -> list[Mismatch]:
     return [
-        *_told_mismatches(f"{where} training flag after", after.training, before.training),
-        *_told_mismatches(
-            f"{where} requires_grad after", after.requires_grad, before.requires_grad
-        ),
-        *_told_mismatches(f"{where} devices after", after.devices, before.devices),
+        *told_mismatches(f"{where} training flag after", after.training, before.training),
+        *told_mismatches(f"{where} requires_grad after", after.requires_grad, before.requires_grad),
+        *told_mismatches(f"{where} devices after", after.devices, before.devices),
         *part_mismatches(f"{where} parameter after", after.parameters, before.parameters),
     ]
-
-
-def _record_mismatches(where: str, got: Record, wanted: Record) -> list[Mismatch]:
-    match got, wanted:
-        case InferRecord(), InferRecord():
-            return array_mismatches(f"{where} losses", got.token_losses, wanted.token_losses)
-        case TrainRecord(), TrainRecord():
-            numbers = ("plan", "total_loss", "norm", "stepped", "lr")
-            return [
-                *(
-                    mismatch
-                    for name in numbers
-                    for mismatch in _told_mismatches(
-                        f"{where} {name}", getattr(got, name), getattr(wanted, name)
-                    )
-                ),
-                *part_mismatches(f"{where} gradient", got.gradients, wanted.gradients),
-                *part_mismatches(f"{where} parameter", got.parameters, wanted.parameters),
-            ]
-    return [Mismatch(where=where, got=got.kind, wanted=wanted.kind)]
-
-
-def _told_mismatches(where: str, got: object, wanted: object) -> list[Mismatch]:
-    """Compared as text, so that NaN equals NaN."""
-    if repr(got) == repr(wanted):
-        return []
-    return [Mismatch(where=where, got=repr(got), wanted=repr(wanted))]

@@ -12,8 +12,8 @@ from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 def is_exact_partition(case: Case, run: Run) -> Verdict:
     """Every sequence of a rank in exactly one micro-batch, none empty, as many on every rank.
 
-    Static: consecutive sequences. Token budget: a number of micro-batches that the fullest rank
-    needs, each within the budget unless a rank has no sequence left to split.
+    Groups stay together. Static: consecutive sequences. Token budget: a number of micro-batches
+    that the fullest rank needs, each within the budget unless a rank has no group left to split.
     """
     observation = run(case)
     actions = train_actions(case, observation)

@@ -68,9 +68,9 @@ def known_issue(
 ) -> KnownIssue | None:
     """The first issue that explains how the cases ended that were run; None where none does."""
     for issue in issues:
-        if issue.concerns(engine, property_id) and issue.explains(ending):
-            if any(map(issue.hits, ran)):
-                return issue
+        explains = issue.concerns(engine, property_id) and issue.explains(ending)
+        if explains and any(map(issue.hits, ran)):
+            return issue
     return None
 
 

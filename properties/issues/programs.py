@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 from fsdp_engine.contract.actions import (
@@ -42,13 +43,17 @@ def runs(case: Case) -> bool:
     return any(isinstance(action, BATCH_ACTIONS) for action in case.program)
 
 
-def exports_after_training(case: Case) -> bool:
-    """Some export comes behind a batch that was trained."""
+def exports_after_training(case: Case, *, at_once: bool) -> bool:
+    """Some export comes behind a batch that was trained; `at_once`: right behind it."""
     trained = False
     for action in case.program:
-        if trained and isinstance(action, Export):
-            return True
-        trained |= isinstance(action, BATCH_ACTIONS) and not isinstance(action, Infer)
+        if isinstance(action, Export):
+            if trained:
+                return True
+        elif isinstance(action, Train | Poison | Interrupt):
+            trained = True
+        elif at_once:
+            trained = False
     return False
 
 
@@ -83,6 +88,19 @@ def was_interrupted(case: Case, *, unknown: bool) -> Iterator[Interrupt]:
                 yield action
 
 
+def leaves_accumulators(case: Case) -> bool:
+    """FSDP2: an interrupted batch that leaves gradients, then at once one that is trained."""
+    for before, after in itertools.pairwise(case.program):
+        if not isinstance(before, Interrupt) or not isinstance(after, Train):
+            continue
+        count = num_micro_batches(case, before.batch)
+        if count is not None and before.micro_batch < count:
+            waits = case.engine.deferred and before.micro_batch > 0
+            if waits or before.phase == "backward":
+                return case.model.optional == "none" and never_frozen(case)
+    return False
+
+
 def restores_what_is_gathered(case: Case) -> bool:
     """Weights moved, were gathered by a forward without backward, restored, and used again."""
     moved = gathered = stale = False
@@ -103,9 +121,23 @@ def restores_what_is_gathered(case: Case) -> bool:
     return False
 
 
-def moves_at_once(case: Case) -> bool:
-    """The first step has a learning rate."""
-    return case.optimizer.lr > 0 and not case.optimizer.warmup_steps
+def surely_restores(case: Case) -> bool:
+    """The same, where the root has moved for sure and the next batch is trained."""
+    moves = case.optimizer.lr > 0 and not case.optimizer.warmup_steps
+    restored = restores_what_is_gathered(case)
+    steady = never_frozen(case) and is_alive(case)
+    simple = all(isinstance(action, Train | Infer | Restore) for action in case.program)
+    return restored and moves and steady and simple
+
+
+def may_be_interrupted(case: Case) -> bool:
+    """An exception may end a batch, and another batch comes behind it."""
+    return any(was_interrupted(case, unknown=True))
+
+
+def interrupts_forward(case: Case) -> bool:
+    """A forward is interrupted for sure, and a batch comes behind it."""
+    return any(action.phase == "forward" for action in was_interrupted(case, unknown=False))
 
 
 def toggles_what_is_gathered(case: Case) -> frozenset[str]:
@@ -126,6 +158,14 @@ def toggles_what_is_gathered(case: Case) -> frozenset[str]:
             case _:
                 pass
     return frozenset(found)
+
+
+def toggles_what_stays(case: Case, *, surely: bool) -> bool:
+    """Of what is toggled so, something stays gathered: the root, or without reshard every unit."""
+    toggled = toggles_what_is_gathered(case)
+    if not case.engine.reshard_after_forward:
+        return bool(toggled) and (not surely or case.model.optional == "none")
+    return not surely and any(not unit_of(case, name) for name in toggled)
 
 
 def trains_what_began_frozen(case: Case, *, must_raise: bool) -> bool:

@@ -5,8 +5,14 @@ Where a case's micro-batches decide, `unknown` is the answer for a plan that onl
 
 from __future__ import annotations
 
+from fsdp_engine.contract.actions import Train
 from fsdp_engine.contract.case import Case
 from properties.issues import programs, usage
+
+
+def shards(case: Case) -> bool:
+    """Parameters are sharded: no rank holds them in full."""
+    return case.mesh.shards > 1
 
 
 def never_averages(case: Case) -> bool:
@@ -45,11 +51,33 @@ def clips_in_double(case: Case) -> bool:
     return case.mesh.shards > 1 and double and programs.steps(case)
 
 
+def rounds_norm_on_some_ranks(case: Case) -> bool:
+    """FSDP1 with shards in bf16: a rank that holds no gradient does not round the norm."""
+    return case.mesh.shards > 1 and case.dtypes.storage == "bfloat16" and programs.steps(case)
+
+
+def surely_rounds_norm_on_some_ranks(case: Case) -> bool:
+    """Only the head trains, of fewer elements than there are ranks, and the first action steps."""
+    model, first = case.model, case.program[0]
+    only_head = model.family == "mlp" and model.units == 1 and model.frozen == "first_unit"
+    few = not model.bias and 1 < model.vocab * model.width < case.mesh.shards
+    stepped = isinstance(first, Train) and first.step and not case.exact
+    return rounds_norm_on_some_ranks(case) and only_head and few and stepped
+
+
 def ties_what_is_frozen(case: Case) -> bool:
     """FSDP1 with one shard runs a wholly frozen unit with a tied parameter, nothing is cast."""
     model = case.model
     plain = case.mesh.shards == 1 and not case.dtypes.mixed
     return bool(plain and model.tied and model.lora_rank and programs.runs(case))
+
+
+def exports_what_is_frozen(case: Case, *, at_once: bool) -> bool:
+    """FSDP1 with one shard, the root wholly frozen and nothing cast: no state dict of the root."""
+    plain = case.mesh.shards == 1 and not case.dtypes.mixed
+    return bool(
+        plain and case.model.lora_rank and programs.exports_after_training(case, at_once=at_once)
+    )
 
 
 def ties_in_low_precision(case: Case, *, unknown: bool) -> bool:
@@ -64,14 +92,36 @@ def skips_unit_in_the_last(case: Case, *, unknown: bool) -> bool:
     return case.mesh.shards > 1 and usage.skips_unit_in_the_last(case, unknown=unknown)
 
 
+def leaves_unit_unreduced(case: Case, *, unknown: bool) -> bool:
+    """FSDP1 with one shard: such a unit's gradient is left as it was, in the compute dtype."""
+    casts = case.dtypes.compute != case.dtypes.storage
+    return case.mesh.shards == 1 and casts and usage.skips_unit_in_the_last(case, unknown=unknown)
+
+
 def steps_without_use(case: Case, *, unknown: bool) -> bool:
     """FSDP1: a parameter that no rank used, in a unit that ran, is stepped with zeros."""
-    return case.mesh.shards > 1 and usage.steps_without_use(case, unknown=unknown)
+    return usage.steps_without_use(case, unknown=unknown)
 
 
-def uses_on_some_ranks(case: Case, *, unknown: bool) -> bool:
-    """FSDP2: ranks reduce different parameters together."""
-    return case.mesh.world_size > 1 and usage.uses_on_some_ranks(case, unknown=unknown)
+def surely_steps_without_use(case: Case) -> bool:
+    """The same with a step of AdamW that decays weights far enough for fp32 to see it."""
+    optimizer = case.optimizer
+    decays = optimizer.kind == "adamw" and optimizer.weight_decay * optimizer.lr >= 2.0**-12
+    steady = programs.never_frozen(case) and case.dtypes.storage == "float32"
+    at_once = not optimizer.warmup_steps and optimizer.schedule == "constant"
+    return decays and steady and at_once and steps_without_use(case, unknown=False)
+
+
+def reduces_other_sizes(case: Case, *, unknown: bool) -> bool:
+    """FSDP2: ranks reduce different numbers of elements together."""
+    many = case.mesh.world_size > 1
+    return many and usage.uses_on_some_ranks(case, equal_sizes=False, unknown=unknown)
+
+
+def reduces_other_parameters(case: Case) -> bool:
+    """FSDP2: ranks reduce different parameters of one size together."""
+    many = case.mesh.world_size > 1
+    return many and usage.uses_on_some_ranks(case, equal_sizes=True, unknown=False)
 
 
 def meets_fresh_gradient(case: Case, *, unknown: bool) -> bool:
@@ -84,3 +134,13 @@ def accumulates_what_never_ran(case: Case, *, unknown: bool) -> bool:
     """FSDP2: asks a parameter that was never gathered for its unsharded gradient."""
     differ = case.dtypes.compute != case.dtypes.reduce
     return differ and usage.runs_unit_late(case, unknown=unknown)
+
+
+def unfreezes_mixed(case: Case, *, must_raise: bool) -> bool:
+    """FSDP2: a unit's dtypes are taken from what trains in the first forward, here nothing."""
+    steady = case.model.optional == "none"
+    return (
+        case.dtypes.mixed
+        and (steady or not must_raise)
+        and programs.trains_what_began_frozen(case, must_raise=must_raise)
+    )

@@ -88,7 +88,7 @@ def skips_unit_in_the_last(case: Case, *, unknown: bool) -> bool:
 
 
 def runs_unit_late(case: Case, *, unknown: bool) -> bool:
-    """Deferred sync, and the optional unit has never run when a micro-batch before the last ends."""
+    """Deferred sync, and the optional unit has not run yet at the end of an earlier micro-batch."""
     if case.model.optional != "unit" or not case.engine.deferred:
         return False
     for action in case.program:
@@ -119,19 +119,24 @@ def uses_first_in_the_last(case: Case, *, unknown: bool) -> bool:
     return False
 
 
-def uses_on_some_ranks(case: Case, *, unknown: bool) -> bool:
-    """An optional parameter has a gradient on some ranks only where gradients are reduced."""
+def uses_on_some_ranks(case: Case, *, equal_sizes: bool, unknown: bool) -> bool:
+    """Optional parameters have a gradient on some ranks only where gradients are reduced.
+
+    `equal_sizes`: all ranks have as many elements to reduce, always; else, at least once not.
+    """
     if case.model.optional not in _NEEDED:
         return False
+    sizes_differ = sets_differ = False
     for action in training(case):
         ranks = used_parts(case, action.batch)
         if ranks is None:
-            return unknown
+            return unknown and not equal_sizes
         if case.engine.deferred:
             ranks = tuple((_union(parts),) for parts in ranks)
-        if any(len(set(at_once)) > 1 for at_once in zip(*ranks, strict=True)):
-            return True
-    return False
+        for at_once in zip(*ranks, strict=True):
+            sets_differ |= len(set(at_once)) > 1
+            sizes_differ |= len(set(map(len, at_once))) > 1
+    return sets_differ and not sizes_differ if equal_sizes else sizes_differ
 
 
 def steps_without_use(case: Case, *, unknown: bool) -> bool:

@@ -43,9 +43,17 @@ class Plan:
 
 
 @st.composite
-def plans(draw: DrawFn, *, planning: str, optional: OptionalPart, group: int = 1) -> Plan:
-    """Plans of 1 to 4 micro-batches, the simplest first."""
-    num = draw(st.sampled_from((1, 2, 3, 4)), label="micro-batches")
+def plans(
+    draw: DrawFn,
+    *,
+    planning: str,
+    optional: OptionalPart,
+    group: int = 1,
+    several: bool = False,
+) -> Plan:
+    """Plans of 1 to 4 micro-batches, the simplest first; with `several` the simplest has two."""
+    counts = (2, 1, 3, 4) if several else (1, 2, 3, 4)
+    num = draw(st.sampled_from(counts), label="micro-batches")
     gated = (True,) * num
     gated_by_rank = False
     if optional != "none":

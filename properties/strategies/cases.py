@@ -71,12 +71,12 @@ def poisoned_cases(row: Axes) -> SearchStrategy[Case]:
 
 def interrupted_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with batches that an exception ends, and a training action behind them."""
-    return _cases(row, programs=programs.interrupted)
+    return _cases(row, programs=programs.interrupted, several=True)
 
 
 def inferring_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with inference and exports before, between and after training actions."""
-    return _cases(row, programs=programs.inferring)
+    return _cases(row, programs=programs.inferring, moving=True)
 
 
 def freezing_cases(row: Axes) -> SearchStrategy[Case]:
@@ -84,24 +84,24 @@ def freezing_cases(row: Axes) -> SearchStrategy[Case]:
 
     With an adapter nothing can be frozen: such a row only trains.
     """
-    return _cases(row, programs=programs.freezing)
+    return _cases(row, programs=programs.freezing, moving=True)
 
 
 def restoring_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row that write the first parameters back after a step, then train."""
-    return _cases(row, programs=programs.restoring)
+    return _cases(row, programs=programs.restoring, moving=True)
 
 
 def grouped_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row in which groups of sequences stay together."""
     return st.sampled_from((2, 3)).flatmap(
-        lambda group: _cases(row, programs=_one_of(_TRAINING), group=group)
+        lambda group: _cases(row, programs=_one_of(_TRAINING), group=group, several=True)
     )
 
 
 def unused_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with steps of AdamW in which no sequence of some batch uses optional parts."""
-    return _cases(row, programs=programs.stepping, unused=True)
+    return _cases(row, programs=programs.stepping, unused=True, moving=True)
 
 
 def exporting_cases(row: Axes) -> SearchStrategy[Case]:
@@ -156,7 +156,7 @@ def _nearest_possible(row: Axes) -> Axes:
 
 
 @st.composite
-def _cases(
+def _cases(  # noqa: PLR0913  one keyword per kind of case
     draw: DrawFn,
     row: Axes,
     *,
@@ -164,12 +164,18 @@ def _cases(
     exact: bool = False,
     group: int = 1,
     unused: bool = False,
+    several: bool = False,
+    moving: bool = False,
 ) -> Case:
+    """`moving`: the first step has a learning rate above zero already."""
     mesh = draw(meshes(row.mesh), label="mesh")
     model = draw(models(row.kind, lora=row.adapter == "lora", exact=exact), label="model")
     loss_mode = draw(st.sampled_from(_LOSS_MODES), label="loss mode")
     program = draw(programs(Setting.of(model)), label="program")
-    plan = draw(plans(planning=row.planning, optional=model.optional, group=group), label="plan")
+    plan = draw(
+        plans(planning=row.planning, optional=model.optional, group=group, several=several),
+        label="plan",
+    )
     drawn = [
         draw(batches(world_size=mesh.world_size, plan=plan), label="batch")
         for _ in range(num_batches(program))
@@ -177,8 +183,8 @@ def _cases(
     if exact:
         drawn = [made_exact(batch, loss_mode) for batch in drawn]
     if unused:
-        at = draw(st.integers(0, len(drawn) - 1), label="batch without optional parts")
-        drawn[at] = ungated(drawn[at])
+        at = draw(st.integers(1, len(drawn)), label="batch without optional parts")
+        drawn[-at] = ungated(drawn[-at])  # the last: the part may have moments by then
     planning = planning_for(tuple(drawn), plan)
     return Case(
         mesh=mesh,
@@ -192,7 +198,7 @@ def _cases(
             planning=planning,
             loss_mode=loss_mode,
         ),
-        optimizer=_optimizer(draw, program, decaying=unused),
+        optimizer=_optimizer(draw, program, decaying=unused, moving=moving),
         batches=tuple(drawn),
         program=placed(draw, program, tuple(drawn), planning),
         exact=exact,
@@ -213,7 +219,7 @@ def _sources(row: Axes) -> SearchStrategy[ConfigSource]:
     return st.one_of(st.just("dataclass"), st.sampled_from(others))
 
 
-def _optimizer(draw: DrawFn, program: Program, *, decaying: bool) -> Optimizer:
+def _optimizer(draw: DrawFn, program: Program, *, decaying: bool, moving: bool) -> Optimizer:
     """Steps stay small enough for weights to stay finite over a whole program.
 
     `decaying`: AdamW with weight decay, which moves whatever is not left out of the step.
@@ -227,7 +233,7 @@ def _optimizer(draw: DrawFn, program: Program, *, decaying: bool) -> Optimizer:
         lr=draw(st.sampled_from((0.125, 0.0078125, 0.001)), label="lr"),
         weight_decay=0.0625 if decaying else draw(st.sampled_from((0.0, 0.0625)), label="decay"),
         clip_grad=draw(st.sampled_from((1.0, 0.015625, 64.0)), label="clip"),
-        warmup_steps=draw(st.sampled_from((0, 0, 1, 2)), label="warmup"),
+        warmup_steps=0 if moving else draw(st.sampled_from((0, 0, 1, 2)), label="warmup"),
         schedule="cosine" if cosine else "constant",
         total_steps=draw(st.integers(1, 8), label="total steps") if cosine else 8,
         min_lr_ratio=draw(st.sampled_from((0.0, 0.25)), label="least lr") if cosine else 0.0,

@@ -7,6 +7,7 @@ micro-batch) is drawn once the batches are known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -41,7 +42,7 @@ Phase: TypeAlias = Literal["loss", "forward", "backward"]
 Value: TypeAlias = Literal["nan", "inf"]
 
 MAX_DRAWN = 5
-"""Actions of a list; what must be there adds three at most."""
+"""Actions of a list; what must be there adds one to four."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,8 @@ def interrupted(setting: Setting) -> SearchStrategy[Program]:
 
 def inferring(setting: Setting) -> SearchStrategy[Program]:
     """Inference, eval mode and exports, and a training action behind them."""
-    return _programs(setting, ("infer", "step", "eval", "train", "step", "export"), _with_an_infer)
+    kinds: tuple[Kind, ...] = ("infer", "step", "infer", "eval", "train", "step", "export")
+    return _programs(setting, kinds, _with_an_infer)
 
 
 def freezing(setting: Setting) -> SearchStrategy[Program]:
@@ -88,8 +90,13 @@ def freezing(setting: Setting) -> SearchStrategy[Program]:
 
 
 def restoring(setting: Setting) -> SearchStrategy[Program]:
-    """The parameters of the start written back after a step, and a training action behind that."""
-    return _programs(setting, ("step", "infer", "eval", "restore"), _with_a_restore)
+    """The parameters of the start written back after a step, and a training action behind that.
+
+    In half of them inference comes right before: what that may have left gathered is out of date.
+    """
+    kinds: tuple[Kind, ...] = ("step", "infer", "eval", "restore")
+    plain = _programs(setting, kinds, _with_a_restore)
+    return st.one_of(plain, _programs(setting, kinds, _with_an_infer_before_restoring))
 
 
 def placed(
@@ -112,13 +119,20 @@ def _programs(
     kinds: tuple[Kind, ...],
     completed: Callable[[list[Action], Setting], list[Action]],
 ) -> Program:
-    allowed = [kind for kind in kinds if kind != "toggle" or setting.parts]
-    action = st.sampled_from(allowed).flatmap(lambda kind: _actions(setting)[kind])
-    drawn = draw(st.lists(action, max_size=MAX_DRAWN), label="actions")
+    drawn = draw(_lists(setting.parts, kinds), label="actions")
     return _renumbered(_toggled(completed(drawn, setting), setting))
 
 
-def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
+@functools.cache
+def _lists(parts: tuple[Part, ...], kinds: tuple[Kind, ...]) -> SearchStrategy[list[Action]]:
+    """Kept: making the strategies takes longer than drawing from them."""
+    allowed = [kind for kind in kinds if kind != "toggle" or parts]
+    actions = _actions(parts)
+    action = st.sampled_from(allowed).flatmap(actions.__getitem__)
+    return st.lists(action, max_size=MAX_DRAWN)
+
+
+def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
     """Actions by kind. A toggle is a freeze here, with what to freeze where nothing is frozen."""
     batch = st.sampled_from((0, 1))
     phase: SearchStrategy[Phase] = st.sampled_from(("loss", "forward", "backward"))
@@ -132,7 +146,7 @@ def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
         "poison": st.builds(Poison, batch=batch, value=value),
         "interrupt": st.builds(Interrupt, batch=batch, phase=phase),
         "restore": st.builds(Restore),
-        "toggle": st.builds(Freeze, part=st.sampled_from(setting.parts)),
+        "toggle": st.builds(Freeze, part=st.sampled_from(parts)),
     }
 
 
@@ -164,6 +178,12 @@ def _with_a_restore(actions: list[Action], _: Setting) -> list[Action]:
     )
     before = actions[:first] if any(map(_steps, actions[:first])) else [Train(step=True)]
     return _ending([*before, *actions[first:]], Restore(), Train(batch=1))
+
+
+def _with_an_infer_before_restoring(actions: list[Action], setting: Setting) -> list[Action]:
+    restoring = _with_a_restore(actions, setting)
+    first = next(at for at, action in enumerate(restoring) if isinstance(action, Restore))
+    return [*restoring[:first], Infer(), *restoring[first:]]
 
 
 def _ending(
@@ -218,8 +238,9 @@ def _placed(draw: DrawFn, action: Action, batches: tuple[Batch, ...], planning: 
         return replace(action, rank=rank, sequence=sequence)
     if isinstance(action, Interrupt):
         last = _num_micro_batches(batches[action.batch], planning) - 1
-        at = draw(st.integers(0, last), label="interrupted micro-batch")
-        return replace(action, micro_batch=at)
+        # Mostly the last: what earlier ones have accumulated is the most there is to leave.
+        before = draw(st.sampled_from((0, 0, *range(last + 1))), label="micro-batches behind")
+        return replace(action, micro_batch=last - before)
     return action
 
 

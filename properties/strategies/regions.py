@@ -38,3 +38,8 @@ def plain_on_many_ranks(row: Axes) -> bool:
 def sometimes_used(row: Axes) -> bool:
     """Models with a part that only gated sequences use, on two ranks and more."""
     return row.kind in OPTIONAL_KINDS and many_ranks(row)
+
+
+def two_ranks(row: Axes) -> bool:
+    """The smallest world of more than one rank, for what is the same on every mesh."""
+    return row.mesh == "line2"

@@ -31,10 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=num_cores())
     parser.add_argument("--clean", nargs="+", metavar="ENGINE", help="judge these instead")
     parser.add_argument("--cases", type=int, default=2000, help="with --clean: cases per engine")
+    parser.add_argument(
+        "--own", action="store_true", help="with --clean: only by the property that drew a case"
+    )
     parser.add_argument("--first-lot", type=int, default=0, help="with --clean: other cases")
     options = parser.parse_args(arguments)
     if options.clean:
-        return _clean(options.clean, options.cases, options.first_lot, options.jobs)
+        first = options.first_lot
+        lots = range(first, first - (-options.cases // CASES_PER_LOT))
+        return _clean(options.clean, lots, own=options.own, jobs=options.jobs)
     known = {fault.name for fault in FAULTS}
     unknown = set(options.fault or ()) - known
     if unknown:
@@ -50,16 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(one.found for one in measured) else 1
 
 
-def _clean(engines: Iterable[str], num_cases: int, first_lot: int, jobs: int) -> int:
+def _clean(engines: Iterable[str], lots: range, *, own: bool, jobs: int) -> int:
     """Judge clean engines; lots that an earlier run has finished are not run again."""
     folder = Path(".reports")
     folder.mkdir(exist_ok=True)
     accused = False
     for engine in engines:
-        path = folder / f"clean-{engine.replace(':', '-')}.jsonl"
+        path = folder / f"clean-{engine.replace(':', '-')}{'-own' if own else ''}.jsonl"
         done = _finished(path)
-        lots = range(first_lot, first_lot + -(-num_cases // CASES_PER_LOT))
-        missing = [Lot(engine=engine, number=n) for n in lots if n not in done]
+        missing = [Lot(engine=engine, number=n, own=own) for n in lots if n not in done]
         with path.open("a", encoding="utf-8") as file:
             for judged in done_in_parallel(judge_lot, missing, jobs=jobs):
                 done[judged.number] = judged

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,14 @@ _MAX_TRIES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lot:
-    """Some cases for one engine; `folder` is where what is accused is written."""
+    """Some cases for one engine; `folder` is where what is accused is written.
+
+    `own`: cases are judged by the property whose suite drew them and by no other.
+    """
 
     engine: str
     number: int
+    own: bool = False
     num_cases: int = CASES_PER_LOT
     folder: str = ".repro/clean"
 
@@ -109,8 +113,8 @@ class _Collect:
         self.cases.append(case)
 
 
-def draw(lot: Lot) -> tuple[Case, ...]:
-    """The cases of a lot: of any suite over rows, in a row that the engine can run."""
+def draw(lot: Lot) -> tuple[str, tuple[Case, ...]]:
+    """The cases of a lot and the property they are drawn for, in a row that the engine can run."""
     chosen = numpy.random.default_rng((lot.number, *lot.engine.encode()))
     tests = [test for test in suite_tests() if _rows(test)]
     while True:
@@ -122,20 +126,21 @@ def draw(lot: Lot) -> tuple[Case, ...]:
     profile = dataclasses.replace(PROFILES["default"], examples=lot.num_cases)
     with tempfile.TemporaryDirectory(prefix="fsdp-clean-") as root:
         Searching(profile=profile, seed=lot.number, root=Path(root)).run(test, row, collect)
-    return tuple(dict.fromkeys(collect.cases))
+    return test.property_id, tuple(dict.fromkeys(collect.cases))
 
 
 def judge_lot(lot: Lot) -> Judged:
-    """Judge every case of a lot by every property that takes it."""
+    """Judge every case of a lot by every property that takes it, or by its own."""
     endings: Counter[str] = Counter()
     issues: Counter[str] = Counter()
     accusations: list[str] = []
     inconclusive: list[str] = []
-    cases = draw(lot)
+    own, cases = draw(lot)
     with WorldPool(lot.engine, case_timeout_s=60.0) as pool:
         for case in cases:
             run = _Remembering(pool)
-            for name, check in _checks(case):
+            for name in [own] if lot.own else _taking(case):
+                check = load_check(name)
                 outcome, told = _outcome(lot.engine, name, check, case, run)
                 if outcome == "known_issue":
                     issues[told] += 1
@@ -174,9 +179,10 @@ def _outcome(engine: str, name: str, check: Check, case: Case, run: Run) -> tupl
     return str(verdict.outcome), told
 
 
-def _checks(case: Case) -> Iterator[tuple[str, Check]]:
-    taking = [test.property_id for test in suite_tests() if test.suite.takes(case)]
-    return ((name, load_check(name)) for name in dict.fromkeys(taking))
+def _taking(case: Case) -> list[str]:
+    """The properties that take the case; those over tables have cases of their own."""
+    taking = [t.property_id for t in suite_tests() if t.suite.takes(case) and _rows(t)]
+    return list(dict.fromkeys(taking))
 
 
 def _rows(test: SuiteTest) -> bool:

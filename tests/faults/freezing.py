@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_engine.adapters import reference as adapter
@@ -92,19 +92,22 @@ class UnfrozenLosesReduceDtype(Planted):
 
 
 class _KeepsFrozenGradients(FsdpEngine):
-    def zero_grad(self) -> None:
-        kept = [(p, p.grad) for p in self.module.parameters() if not p.requires_grad]
-        super().zero_grad()
-        if isinstance(self.module, FSDPModule):
-            for parameter, grad in kept:
-                parameter.grad = grad
+    _kept: tuple[tuple[nn.Parameter, Tensor], ...] = ()
 
-    def _set_trainable(self, names: tuple[str, ...], *, trainable: bool) -> None:
-        grads = [(p, p.grad) for p in self.module.parameters()]
-        super()._set_trainable(names, trainable=trainable)
-        for parameter, grad in grads:
-            if not parameter.requires_grad and isinstance(self.module, FSDPModule):
-                parameter.grad = grad
+    def freeze(self, names: tuple[str, ...]) -> None:
+        before = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+        super().freeze(names)
+        if isinstance(self.module, FSDPModule):
+            self._kept = tuple((p, grad) for p, grad in before if not p.requires_grad)
+
+    def unfreeze(self, names: tuple[str, ...]) -> None:
+        super().unfreeze(names)
+        self._kept = ()
+
+    def _settle(self) -> None:
+        super()._settle()
+        for parameter, grad in self._kept:
+            parameter.grad = grad
 
 
 class FrozenKeepsGradient(Planted):

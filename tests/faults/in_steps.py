@@ -73,7 +73,7 @@ IN_STEPS: tuple[Fault, ...] = (
     _schedule("schedule:ScheduleOfDiscardedOptimizer", "RLinf/RLinf#1359", OPTIMIZER),
     _schedule("schedule:WarmupIgnored", "textbook", RATE),
     _schedule("schedule:ScheduleOneAhead", "textbook", RATE),
-    _schedule("schedule:ScheduleWaitsAfterSkip", "textbook", RATE),
+    _schedule("schedule:ScheduleWaitsAfterSkip", "textbook", FINITE),
     _schedule("schedule:SchedulePerMicroBatch", "deepspeedai/DeepSpeed#8443", RATE),
     # an exception in the middle of a batch
     _atomicity(
@@ -97,7 +97,7 @@ IN_STEPS: tuple[Fault, ...] = (
     _inference(
         "inference:BuffersDoubled", "PrimeIntellect-ai/prime-rl#2953", QUIET, kind="buffers"
     ),
-    _inference("inference:InferenceOnFirstWeights", "pytorch/pytorch#111354", INFER),
+    _inference("inference:InferenceOnInitialWeights", "NVIDIA/Megatron-LM#6336", INFER),
     _inference("inference:InferenceInBf16", "verl-project/verl#6150", INFER, dtypes="fp32 fp64"),
     _inference("inference:InferenceMasked", "mosaicml/composer#3677", INFER),
     _inference("inference:InferenceShifted", "textbook", INFER),
@@ -120,7 +120,12 @@ IN_STEPS: tuple[Fault, ...] = (
         dtypes="fp32/bf16/fp32 bf16/bf16/fp32",
     ),
     _unused("freezing:UnusedTakenAsUsed", "pytorch/pytorch#174862", UNUSED, kind=_OPTIONAL),
-    _unused("freezing:UsageOfOwnRank", "pytorch/pytorch#158719", UNUSED, kind=_OPTIONAL),
+    _unused(
+        "freezing:UsageOfOwnRank",
+        "pytorch/pytorch#158719",
+        "gradient-matches-oracle",
+        kind=_OPTIONAL,
+    ),
     _unused("atomicity:UsageKept", "pytorch/pytorch#158719", UNUSED, kind=_OPTIONAL),
     # weights that are written back
     _restore("freezing:RestoreIgnored", "pytorch/pytorch#117421", RESTORE),

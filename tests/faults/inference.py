@@ -46,13 +46,16 @@ class BuffersDoubled(Planted):
     exchanged = ((adapter, "FsdpEngine", _DoublesBuffers),)
 
 
-class _InfersOnFirstWeights(FsdpEngine):
-    _first: tuple[LocalShard, ...] = ()
+class _InfersOnInitialWeights(FsdpEngine):
+    _initial: tuple[LocalShard, ...] = ()
+
+    def zero_grad(self) -> None:
+        self._initial = self._initial or _copies(self)
+        super().zero_grad()
 
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
         now = _copies(self)
-        self._first = self._first or now
-        write_shards(self.module, self._first)
+        write_shards(self.module, self._initial)
         losses = super().infer(batch, loss)
         write_shards(self.module, now)
         return losses
@@ -70,10 +73,10 @@ def _copies(engine: FsdpEngine) -> tuple[LocalShard, ...]:
     )
 
 
-class InferenceOnFirstWeights(Planted):
-    """What the first inference gathered is taken for current in all later ones."""
+class InferenceOnInitialWeights(Planted):
+    """Inference has a copy of the weights that no step refreshes."""
 
-    exchanged = ((adapter, "FsdpEngine", _InfersOnFirstWeights),)
+    exchanged = ((adapter, "FsdpEngine", _InfersOnInitialWeights),)
 
 
 class _InfersUnderAutocast(FsdpEngine):

@@ -1,0 +1,1 @@
+"""Speed and sensitivity, measured side by side in one run: `make bench`. Nothing is asserted."""

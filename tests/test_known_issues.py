@@ -1,0 +1,158 @@
+"""Every known issue is found on its engine, and told where it no longer shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.world.pool import WorldPool
+from oracles.verdict import passing
+from properties.catalog import load_check
+from properties.issues.issue import KnownIssue
+from properties.judge import Hangs, Judge, PropertyFailure
+from properties.known_issues import KNOWN_ISSUES
+from properties.report import Report, Tally
+from tests.judging import (
+    CASE,
+    DIED,
+    HANG,
+    RAISED,
+    WRONG,
+    FakeWorlds,
+    hand_on,
+    judge_of,
+    raising,
+)
+from tests.known_issue_cases import SHOWN, Shown
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[str, WorldPool]]:
+    pools = {name: WorldPool(name) for name in ("torch_fsdp1", "torch_fsdp2", "reference")}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def _judge(folder: Path, pool: WorldPool, engine: str) -> Judge:
+    return Judge(
+        worlds=pool,
+        engine=engine,
+        repro_folder=folder,
+        known_issues=KNOWN_ISSUES,
+        hangs=Hangs(),
+    )
+
+
+def _report(engine: str, tallies: dict[str, Tally]) -> dict[str, Any]:
+    report = Report(
+        engine=engine,
+        device="cpu",
+        versions={},
+        profile="default",
+        seed=0,
+        max_world_size=4,
+        tallies=tallies,
+    )
+    read: dict[str, Any] = json.loads(report.to_json())
+    assert any(line.startswith("known issue ") for line in report.table())
+    return {issue["id"]: issue for issue in read["known_issues"]}
+
+
+def test_every_issue_is_shown_here() -> None:
+    assert {issue.id for issue in KNOWN_ISSUES} == {shown.id for shown in SHOWN}
+    assert len({issue.id for issue in KNOWN_ISSUES}) == len(KNOWN_ISSUES)
+    for issue in KNOWN_ISSUES:
+        assert issue.reference.startswith("https://")
+        assert all(load_check(name) for name in (*issue.properties, *issue.must_in))
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
+def test_an_issue_is_found_and_reported_as_known(
+    pools: dict[str, WorldPool], tmp_path: Path, shown: Shown
+) -> None:
+    judge = _judge(tmp_path, pools[shown.engine], shown.engine)
+    judge(load_check(shown.found_by), shown.case)
+    (tally,) = judge.tallies.values()
+    assert tally.known_issue == {shown.id: 1}
+    assert (tally.verdict, tally.failed) == ("known_issue", 0)
+    told = _report(shown.engine, judge.tallies)
+    assert told[shown.id]["cases"] == 1
+    assert told[shown.id]["found_by"] == {shown.found_by: 1}
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
+def test_where_it_no_longer_shows_the_session_fails(
+    pools: dict[str, WorldPool], tmp_path: Path, shown: Shown
+) -> None:
+    """The reference engine is right in all of these: under the torch engine's name it is fixed."""
+    judge = _judge(tmp_path, pools["reference"], shown.engine)
+    (issue,) = [issue for issue in KNOWN_ISSUES if issue.id == shown.id]
+    assert issue.must(shown.case)
+    if issue.must_in and shown.found_by not in issue.must_in:
+        judge(load_check(shown.found_by), shown.case)
+        assert [tally.verdict for tally in judge.tallies.values()] == ["pass"]
+        return
+    with pytest.raises(PropertyFailure, match=f"known issue {shown.id} no longer shows") as caught:
+        judge(load_check(shown.found_by), shown.case)
+    assert type(caught.value).__name__.endswith("Fixed")
+    told = _report(shown.engine, judge.tallies)
+    assert (told[shown.id]["fixed"], told[shown.id]["cases"]) == (1, 0)
+
+
+def _hits(case: Case) -> bool:
+    return case.model.family == "linear"
+
+
+ISSUE = KnownIssue(
+    id="T-1",
+    engines=("fake",),
+    reason="so it is",
+    reference="https://example.org",
+    hits=_hits,
+    must=_hits,
+    ends=("Hung", "Died", "RaisedZeroDivisionError"),
+)
+
+
+@pytest.mark.parametrize("error", [RAISED, DIED, HANG], ids=["raised", "died", "hung"])
+def test_an_issue_may_end_otherwise_than_wrong(tmp_path: Path, error: Exception) -> None:
+    judge = judge_of(tmp_path, raising(error), None, ISSUE)
+    judge(hand_on, CASE)
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.known_issue) == ("known_issue", {"T-1": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_ending_or_other_words_are_no_known_issue(tmp_path: Path) -> None:
+    with pytest.raises(PropertyFailure, match="fail"):
+        judge_of(tmp_path, lambda _: WRONG, None, ISSUE)(hand_on, CASE)
+    worded = replace(ISSUE, says=("overflow",))
+    with pytest.raises(PropertyFailure, match="boom"):
+        judge_of(tmp_path, raising(RAISED), None, worded)(hand_on, CASE)
+    worded = replace(ISSUE, says=("overflow", "boom"))
+    judge_of(tmp_path, raising(RAISED), None, worded)(hand_on, CASE)
+
+
+def test_a_known_hang_is_run_once(tmp_path: Path) -> None:
+    judge = judge_of(tmp_path, raising(HANG), None, ISSUE)
+    for seed in range(3):
+        judge(hand_on, replace(CASE, seed=seed))
+    (tally,) = judge.tallies.values()
+    assert (tally.drawn, tally.judged, tally.known_issue) == (3, 1, {"T-1": 1})
+    assert tally.not_applicable == {"not run: known issue T-1 has hung before": 2}
+    assert cast(FakeWorlds, judge.worlds).num_runs == 1
+
+
+def test_a_pass_that_a_fresh_world_denies_is_a_flake(tmp_path: Path) -> None:
+    judge = judge_of(tmp_path, lambda _: passing(), raising(DIED), ISSUE)
+    with pytest.raises(PropertyFailure, match="state leak or flake"):
+        judge(hand_on, CASE)
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.fixed) == ("inconclusive", {})
