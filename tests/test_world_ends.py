@@ -91,3 +91,10 @@ def test_ranks_end_with_their_controller(how: signal.Signals, *, joins: bool) ->
 def test_joining_an_address_where_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="no process forks ranks at"):
         processes.join(str(tmp_path / "address"))
+
+
+def test_a_rank_starts_no_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that starts worlds when it is imported would otherwise multiply without end."""
+    monkeypatch.setenv(processes.INSIDE, "1")
+    with pytest.raises(WorldError, match="may not start worlds itself"):
+        processes._start()

@@ -174,16 +174,14 @@ def plan_micro_batches(batch: LocalBatch, planning: Planning) -> Plan:
     than the shortest batch has groups: then some micro-batches exceed the budget.
     """
     if isinstance(planning, Static):
-        starts = range(0, len(batch), planning.sequences)
-        return tuple(tuple(range(start, start + planning.sequences)) for start in starts)
-    size = planning.group
-    groups = tuple(sum(batch.lengths[at : at + size]) for at in range(0, len(batch), size))
+        return _chunks(len(batch), planning.sequences)
+    groups = _group_lengths(batch.lengths, planning.group)
     needed = len(_greedy(groups, planning.max_tokens))
     agreed = torch.tensor([needed, -len(groups)])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     most_needed, minus_shortest = map(int, agreed)
     parts = _split(groups, min(most_needed, -minus_shortest), planning.max_tokens)
-    return tuple(tuple(at * size + k for at in part for k in range(size)) for part in parts)
+    return _sequences_of(parts, planning.group)
 
 
 def ranks_run_the_same(case: Case) -> bool:
@@ -209,9 +207,21 @@ def _plans_of_ranks(lengths: list[tuple[int, ...]], planning: Planning) -> list[
     """What the ranks agree on in `plan_micro_batches`, from all their lengths at once."""
     if isinstance(planning, Static):
         return [_chunks(len(rank), planning.sequences) for rank in lengths]
-    needed = max(len(_greedy(rank, planning.max_tokens)) for rank in lengths)
-    count = min(needed, *map(len, lengths))
-    return [_split(rank, count, planning.max_tokens) for rank in lengths]
+    groups = [_group_lengths(rank, planning.group) for rank in lengths]
+    needed = max(len(_greedy(rank, planning.max_tokens)) for rank in groups)
+    count = min(needed, *map(len, groups))
+    return [
+        _sequences_of(_split(rank, count, planning.max_tokens), planning.group) for rank in groups
+    ]
+
+
+def _group_lengths(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return tuple(sum(lengths[at : at + size]) for at in range(0, len(lengths), size))
+
+
+def _sequences_of(parts: Plan, size: int) -> Plan:
+    """Groups of `size` sequences as the sequences that they are."""
+    return tuple(tuple(at * size + k for at in part for k in range(size)) for part in parts)
 
 
 def _chunks(length: int, size: int) -> Plan:

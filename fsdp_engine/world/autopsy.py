@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import threading
@@ -18,6 +19,9 @@ from fsdp_engine.world.processes import RankProcess
 
 STACK_TIMEOUT_S = 1.0
 """How long ranks get to write their stacks and the state of their last collective."""
+
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+"""Where the stack of a thread begins."""
 
 SIGNAL_TIMEOUT_S = 0.2
 """How long one that did not gets once it is forced to."""
@@ -72,8 +76,11 @@ def _force(process: RankProcess, path: Path) -> None:
 
 
 def _stacks(directory: Path, rank: int) -> str:
-    threads = _read(stack_path(directory, rank)).split("\n\n")
-    return "\n\n".join(thread for thread in threads if " in _watch" not in thread)
+    # Two reports may follow each other: a rank that was forced to may answer as well.
+    threads = _THREAD.split(_read(stack_path(directory, rank)))
+    return "\n\n".join(
+        thread.strip() for thread in threads if thread.strip() and " in _watch" not in thread
+    )
 
 
 def _read(path: Path) -> str:

@@ -122,8 +122,9 @@ def restores_what_is_gathered(case: Case) -> bool:
 
 
 def surely_restores(case: Case) -> bool:
-    """The same, where the root has moved for sure and the next batch is trained."""
+    """The same, where the root has moved far enough to be seen and the next batch is trained."""
     moves = case.optimizer.lr > 0 and not case.optimizer.warmup_steps
+    moves = moves and case.dtypes.compute in ("float32", "float64")
     restored = restores_what_is_gathered(case)
     steady = never_frozen(case) and is_alive(case)
     simple = all(isinstance(action, Train | Infer | Restore) for action in case.program)

@@ -100,8 +100,8 @@ def grouped_cases(row: Axes) -> SearchStrategy[Case]:
 
 
 def unused_cases(row: Axes) -> SearchStrategy[Case]:
-    """Cases of a row with steps of AdamW in which no sequence of some batch uses optional parts."""
-    return _cases(row, programs=programs.stepping, unused=True, moving=True)
+    """Cases of a row with steps of AdamW over two batches, one without a use of optional parts."""
+    return _cases(row, programs=programs.lapsing, unused=True, moving=True)
 
 
 def exporting_cases(row: Axes) -> SearchStrategy[Case]:

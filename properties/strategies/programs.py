@@ -68,13 +68,21 @@ def stepping(setting: Setting) -> SearchStrategy[Program]:
     return _programs(setting, ("step", "step", "infer", "eval"), _with_a_step)
 
 
+def lapsing(setting: Setting) -> SearchStrategy[Program]:
+    """Training actions with a step, over two batches: what one uses another may not."""
+    return _programs(setting, ("step", "infer"), _with_two_batches)
+
+
 def poisoned(setting: Setting) -> SearchStrategy[Program]:
     """A training action with a non-finite loss, and a finite one with a step behind it."""
     return _programs(setting, ("poison", "step", "step", "infer"), _with_a_poison)
 
 
 def interrupted(setting: Setting) -> SearchStrategy[Program]:
-    """Batches that an exception ends, and a training action behind them."""
+    """Batches that an exception ends, and a training action behind them.
+
+    The simplest ends in backward, where gradients are there already and their sync is not.
+    """
     return _programs(setting, ("interrupt", "step", "train"), _with_an_interrupt)
 
 
@@ -135,7 +143,7 @@ def _lists(parts: tuple[Part, ...], kinds: tuple[Kind, ...]) -> SearchStrategy[l
 def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
     """Actions by kind. A toggle is a freeze here, with what to freeze where nothing is frozen."""
     batch = st.sampled_from((0, 1))
-    phase: SearchStrategy[Phase] = st.sampled_from(("loss", "forward", "backward"))
+    phase: SearchStrategy[Phase] = st.sampled_from(("backward", "loss", "forward"))
     value: SearchStrategy[Value] = st.sampled_from(("nan", "inf"))
     return {
         "train": st.builds(Train, batch=batch),
@@ -154,12 +162,20 @@ def _with_a_step(actions: list[Action], _: Setting) -> list[Action]:
     return actions if any(map(_steps, actions)) else [*actions, Train(step=True)]
 
 
+def _with_two_batches(actions: list[Action], _: Setting) -> list[Action]:
+    stepped = [action.batch for action in actions if isinstance(action, Train)] or [0]
+    if len(set(stepped)) == 2:
+        return actions
+    first = [] if any(map(_steps, actions)) else [Train(step=True)]
+    return [*actions, *first, Train(batch=1 - stepped[0], step=True)]
+
+
 def _with_a_poison(actions: list[Action], _: Setting) -> list[Action]:
     return _ending(actions, Poison(), Train(batch=1, step=True), is_last=_steps)
 
 
 def _with_an_interrupt(actions: list[Action], _: Setting) -> list[Action]:
-    return _ending(actions, Interrupt(), Train(batch=1))
+    return _ending(actions, Interrupt(phase="backward"), Train(batch=1))
 
 
 def _with_an_infer(actions: list[Action], _: Setting) -> list[Action]:
@@ -238,9 +254,8 @@ def _placed(draw: DrawFn, action: Action, batches: tuple[Batch, ...], planning: 
         return replace(action, rank=rank, sequence=sequence)
     if isinstance(action, Interrupt):
         last = _num_micro_batches(batches[action.batch], planning) - 1
-        # Mostly the last: what earlier ones have accumulated is the most there is to leave.
-        before = draw(st.sampled_from((0, 0, *range(last + 1))), label="micro-batches behind")
-        return replace(action, micro_batch=last - before)
+        at = draw(st.integers(0, last), label="interrupted micro-batch")
+        return replace(action, micro_batch=at)
     return action
 
 

@@ -29,7 +29,7 @@ def measure(effort: Effort) -> list[Line]:
     with WorldPool(ENGINE) as pool:
         for size in SIZES:
             actions = {"ours": judged(pool.fresh, size), "rival": _run(multi_process.CASES[size])}
-            seconds = interleaved(actions, rounds=max(3, effort.rounds // 5))
+            seconds = interleaved(actions, rounds=max(1, effort.rounds // 5))
             lines.append(
                 Line(
                     part="rival",

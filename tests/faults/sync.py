@@ -62,7 +62,7 @@ class LastMicroBatchOnly(Planted):
 class _Forgets(GradientSync):
     @contextmanager
     def micro_batch(self, number: int, count: int) -> Iterator[None]:
-        if number == count - 1:
+        if number and number == count - 1:
             reset(self._module)
             self._module.zero_grad()
         with super().micro_batch(number, count):
