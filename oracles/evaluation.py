@@ -171,8 +171,15 @@ class Evaluator:
         """What a wrapped unit does to its floating inputs before it runs."""
         if self._cast_to is None:
             return args, kwargs
-        cast: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(self._cast, (args, kwargs))
-        return cast
+        return (
+            tuple(self._cast_tree(value) for value in args),
+            {name: self._cast_tree(value) for name, value in kwargs.items()},
+        )
+
+    def _cast_tree(self, value: Any) -> Any:
+        """An argument cast; walking a tree costs more than a small layer, and most are none."""
+        plain = value is None or isinstance(value, (Tensor, bool, int, float, str))
+        return self._cast(value) if plain else pytree.tree_map(self._cast, value)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from fsdp_engine.contract.actions import Freeze, Infer, Interrupt, Poison, Restore, Train, Unfreeze
+from fsdp_engine.contract.actions import Infer, Train
 from fsdp_engine.contract.batch import Batch, Sequence
 from fsdp_engine.contract.case import Case
 from properties.covering import Axes
@@ -18,16 +18,8 @@ from properties.strategies.cases import (
     cases,
     exact_cases,
     exporting_cases,
-    freezing_cases,
-    grouped_cases,
-    inferring_cases,
-    interrupted_cases,
-    poisoned_cases,
-    restoring_cases,
     stepping_cases,
-    unused_cases,
 )
-from properties.strategies.programs import Program
 from properties.strategies.tables import one_case
 
 Draw: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
@@ -57,10 +49,6 @@ def _gates(case: Case) -> list[bool]:
 
 def _gated(sequences: tuple[Sequence, ...]) -> bool:
     return any(sequence.gated for sequence in sequences)
-
-
-_STEP = Train(step=True)
-_STEP_OF_NEXT = Train(batch=1, step=True)
 
 
 def _kinds(case: Case) -> list[str]:
@@ -116,58 +104,6 @@ FEATURES: dict[str, Feature] = {
     "a world of four in a column": lambda c: c.mesh.shape == (4, 1),
 }
 
-FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
-    "five actions": (stepping_cases, lambda c: len(c.program) >= 5),
-    "a poison in the second sequence of the last rank": (
-        poisoned_cases,
-        lambda c: any(
-            isinstance(action, Poison)
-            and (action.rank, action.sequence) == (c.mesh.world_size - 1, 1)
-            and action.value == "inf"
-            for action in c.program
-        ),
-    ),
-    "an interrupt in backward of a later micro-batch": (
-        interrupted_cases,
-        lambda c: any(
-            isinstance(action, Interrupt) and action.phase == "backward" and action.micro_batch > 0
-            for action in c.program
-        ),
-    ),
-    "two interrupts": (interrupted_cases, lambda c: _kinds(c).count("interrupt") == 2),
-    "an interrupt between steps": (
-        interrupted_cases,
-        lambda c: (
-            _kinds(c)[:3] == ["train", "interrupt", "train"] and c.program[2] == _STEP_OF_NEXT
-        ),
-    ),
-    "an eval between train actions": (
-        inferring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "eval", "train"],
-    ),
-    "an export between train actions": (
-        inferring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "export", "train"],
-    ),
-    "frozen and unfrozen": (
-        freezing_cases,
-        lambda c: _kinds(c)[:4] == ["freeze", "train", "unfreeze", "train"],
-    ),
-    "half of the parameters frozen": (
-        freezing_cases,
-        lambda c: Freeze(part="half") in c.program,
-    ),
-    "a restore behind an infer": (
-        restoring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "infer", "restore"],
-    ),
-    "an inference behind a restore": (
-        restoring_cases,
-        lambda c: "infer" in _kinds(c)[_kinds(c).index("restore") :],
-    ),
-    "groups of three": (grouped_cases, lambda c: c.engine.planning.group == 3),
-}
-
 FEATURES_OF_ROWS: dict[str, tuple[Axes, Feature]] = {
     "frozen biases": (Axes(kind="frozen"), lambda c: c.model.frozen == "biases"),
     "a frozen first unit": (Axes(kind="frozen"), lambda c: c.model.frozen == "first_unit"),
@@ -216,32 +152,6 @@ def test_every_feature_is_reached(feature: Feature) -> None:
     assert feature(find(any_cases(), feature, settings=SEARCH))
 
 
-@pytest.mark.parametrize(("draw", "feature"), FEATURES_OF_DRAWS.values(), ids=FEATURES_OF_DRAWS)
-def test_every_feature_of_a_draw_is_reached(draw: Draw, feature: Feature) -> None:
-    assert feature(find(draw(Axes()), feature, settings=SEARCH))
-
-
-def test_frozen_models_are_unfrozen() -> None:
-    def feature(case: Case) -> bool:
-        return Unfreeze(part="biases") in case.program and case.model.frozen == "biases"
-
-    assert feature(find(freezing_cases(Axes(kind="frozen")), feature, settings=SEARCH))
-
-
-def test_groups_are_planned_by_tokens() -> None:
-    row = Axes(planning="token_budget")
-    found = find(grouped_cases(row), lambda c: len(c.batches) == 2, settings=SEARCH)
-    assert found.engine.planning.group > 1
-
-
-def test_batches_planned_by_tokens_are_interrupted_late() -> None:
-    def feature(case: Case) -> bool:
-        return any(isinstance(a, Interrupt) and a.micro_batch > 0 for a in case.program)
-
-    row = Axes(planning="token_budget")
-    assert feature(find(interrupted_cases(row), feature, settings=SEARCH))
-
-
 @pytest.mark.parametrize(("row", "feature"), FEATURES_OF_ROWS.values(), ids=FEATURES_OF_ROWS)
 def test_every_feature_of_a_row_is_reached(row: Axes, feature: Feature) -> None:
     assert feature(find(cases(row), feature, settings=SEARCH))
@@ -256,63 +166,6 @@ def test_exact_cases_have_parts() -> None:
 def test_wide_worlds_are_reached_where_allowed(size: int) -> None:
     wanted = find(any_cases(max_world_size=8), lambda c: c.mesh.world_size == size, settings=SEARCH)
     assert wanted.mesh.world_size == size
-
-
-@pytest.mark.parametrize(
-    ("draw", "program"),
-    [
-        (poisoned_cases, (Poison(), _STEP_OF_NEXT)),
-        (interrupted_cases, (Interrupt(phase="backward"), Train(batch=1))),
-        (inferring_cases, (Infer(), Train())),
-        (freezing_cases, (Freeze(), _STEP)),
-        (restoring_cases, (_STEP, Restore(), Train(batch=1))),
-        (grouped_cases, (Train(),)),
-        (unused_cases, (_STEP, _STEP_OF_NEXT)),
-    ],
-)
-def test_a_kind_of_program_shrinks_to_the_shortest(draw: Draw, program: Program) -> None:
-    found = find(draw(Axes()), lambda _: True, settings=SHRINK)
-    assert found.program == program
-    size = found.engine.planning.group * (2 if draw in (interrupted_cases, grouped_cases) else 1)
-    assert [len(local) for local in found.batches[0].ranks] == [size] * 2
-
-
-@pytest.mark.parametrize(
-    ("draw", "feature", "kinds"),
-    [
-        (
-            interrupted_cases,
-            lambda c: any(isinstance(a, Interrupt) and a.phase == "forward" for a in c.program),
-            ["interrupt", "train"],
-        ),
-        (freezing_cases, lambda c: "unfreeze" in _kinds(c), ["freeze", "unfreeze", "train"]),
-        (
-            restoring_cases,
-            lambda c: "infer" in _kinds(c)[: _kinds(c).index("restore")],
-            ["train", "infer", "restore", "train"],
-        ),
-        (inferring_cases, lambda c: "eval" in _kinds(c), ["eval", "train"]),
-    ],
-)
-def test_a_feature_of_a_program_shrinks_alone(
-    draw: Draw, feature: Feature, kinds: list[str]
-) -> None:
-    found = find(draw(Axes()), feature, settings=SHRINK)
-    assert sorted(_kinds(found)) == sorted(kinds)
-
-
-@given(case=any_cases())
-def test_training_follows_what_must_not_change_it(case: Case) -> None:
-    """What an interrupt, a poison, a freeze or a restore left shows in the action behind it."""
-    kinds = _kinds(case)
-    if {"poison", "interrupt", "freeze", "unfreeze", "restore"} & set(kinds):
-        assert kinds[-1] == "train"
-
-
-@given(case=unused_cases(Axes(kind="optional_parameter")))
-def test_unused_cases_have_a_batch_without_the_part(case: Case) -> None:
-    assert any(not any(s.gated for s in batch.sequences) for batch in case.batches)
-    assert (case.optimizer.kind, case.optimizer.weight_decay > 0) == ("adamw", True)
 
 
 @pytest.mark.parametrize("draw", [cases, stepping_cases, exact_cases], ids=lambda d: d.__name__)

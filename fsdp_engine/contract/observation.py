@@ -223,8 +223,8 @@ class Numerics:
     reduced once; otherwise each is reduced and the shards are added in `shard_accumulate`.
     `levels` in order. `norm` is the coarsest dtype of the gradient norm. `buffers` is what floating
     buffers are cast to for compute (None: left alone). `input_cast`: every unit casts its floating
-    inputs to the compute dtype. `semantics` names a torch wrapper whose list of collectives and retained
-    bytes is predicted in full; empty: only what every engine must keep is checked.
+    inputs to the compute dtype. `semantics` names a torch wrapper whose list of collectives and
+    retained bytes is predicted in full; empty: only what every engine must keep is checked.
     `replayable`: local gradients are expected to be bit-equal to a single-process replay.
     """
 

@@ -61,8 +61,7 @@ def _collective_mismatches(
 ) -> list[Mismatch]:
     """The communication of every training action right behind an interrupt.
 
-    An engine may do something once when a unit first runs, so nothing is said where a unit is
-    optional, and of the first training action.
+    Nothing is said where a unit is optional: an engine may communicate once when one first runs.
     """
     if case.model.optional == "unit":
         return []
