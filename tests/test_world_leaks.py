@@ -74,3 +74,16 @@ def test_a_rank_that_cannot_build_is_told_while_the_others_wait() -> None:
         pool(CASE)
     assert raised.value.kinds == {1: "ArithmeticError"}
     assert raised.value.num_collectives == {1: 0}
+
+
+def test_process_groups_end_with_their_case() -> None:
+    """Each keeps threads that poll; DTensor's caches would keep the groups of every new mesh."""
+    shapes = ((2,), (2, 1), (1, 2), (2,), (2, 1))
+    with WorldPool("torch_fsdp2") as pool:
+        threads = []
+        for seed, shape in enumerate(shapes):
+            model = Model(family="mlp", width=3 + seed)
+            pool(replace(small_case(shape=shape, model=model), seed=seed))
+            pool.tables()  # answered by rank 0 when it has cleaned up
+            threads.append(len(list(Path(f"/proc/{pids_of(pool)[0]}/task").iterdir())))
+    assert len(set(threads)) == 1, threads

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
+from fsdp_engine.torch_private.caches import forget_meshes
 from fsdp_engine.world import wire
 from fsdp_engine.world.collective_log import CollectiveLog
 from fsdp_engine.world.driver import drive
@@ -77,6 +78,7 @@ def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Ta
             case wire.EndCase():
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                forget_meshes()
                 gc.collect()
 
 

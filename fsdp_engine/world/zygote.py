@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -81,8 +82,11 @@ def main(control_fd: int, address: str) -> None:
 
 def _warm_up() -> None:
     """Build a small model of every family once, for what is imported and compiled on first use."""
-    for family in get_args(Family):
-        parameter_names(Model(family=family, lora_rank=1))
+    with warnings.catch_warnings():
+        # peft reads a property that transformers has renamed
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        for family in get_args(Family):
+            parameter_names(Model(family=family, lora_rank=1))
 
 
 class _Nursery:

@@ -1,0 +1,19 @@
+"""Caches of torch that outlive a case. Checked on torch 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor remembers of operators by mesh.
+
+    It keeps every mesh it has seen alive, and with it the process groups and their threads, which
+    poll.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # so in torch
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
