@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fsdp_engine.contract.case import Case, Dtype
+from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.workload.batches import MicroBatch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import TORCH_DTYPES, build_model, module_arguments, unit_names
@@ -37,6 +38,13 @@ class Arithmetic:
     buffers: Dtype | None
     input_cast: bool
     throughout: bool = False
+
+    @staticmethod
+    def of(numerics: Numerics) -> Arithmetic:
+        """What an engine declares for its forward and backward."""
+        return Arithmetic(
+            compute=numerics.compute, buffers=numerics.buffers, input_cast=numerics.input_cast
+        )
 
 
 FLOAT64 = Arithmetic(compute="float64", buffers="float64", input_cast=True, throughout=True)

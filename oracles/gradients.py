@@ -6,7 +6,7 @@ gets from gradients to parameters is another oracle's matter, and its errors are
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,11 @@ class Findings:
         self.margin = max(self.margin, comparison.margin)
         if comparison.mismatch is not None:
             self.mismatches.append(comparison.mismatch)
+
+    def include(self, mismatches: Iterable[Mismatch], margin: float) -> None:
+        """Add what was found elsewhere."""
+        self.mismatches += mismatches
+        self.margin = max(self.margin, margin)
 
     def verdict(self, kind: MarginKind) -> Verdict:
         if self.mismatches:

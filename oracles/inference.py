@@ -46,9 +46,7 @@ def judge_inference(
 ) -> Verdict:
     """One infer action on every rank: bit for bit the replay, and its meaning the truth."""
     weights, case = moment.before.weights, evaluator.case
-    own = Arithmetic(
-        compute=numerics.compute, buffers=numerics.buffers, input_cast=numerics.input_cast
-    )
+    own = Arithmetic.of(numerics)
     wanted = replayed_losses(evaluator, batch, weights, own)
     mismatches: list[Mismatch] = []
     for rank, (record, losses) in enumerate(zip(moment.records, wanted, strict=True)):

@@ -21,7 +21,7 @@ from fsdp_engine.contract.observation import (
     StateRecord,
     TrainRecord,
 )
-from fsdp_engine.workload.models import build_model, part_names
+from fsdp_engine.workload.models import parameter_names, part_names, trained_names
 from oracles.bitwise import array_mismatches, part_mismatches
 from oracles.verdict import Mismatch
 
@@ -186,7 +186,8 @@ def _flag_mismatches(where: str, got: dict[str, bool], wanted: dict[str, bool]) 
 
 def _trainable_after(case: Case) -> list[dict[str, bool]]:
     """For each action: what takes gradients once it is done, by name."""
-    flags = {name: p.requires_grad for name, p in build_model(case).named_parameters()}
+    trained = trained_names(case.model)
+    flags = {name: name in trained for name in parameter_names(case.model)}
     by_action = []
     for action in case.program:
         if isinstance(action, Freeze | Unfreeze):

@@ -94,9 +94,7 @@ def judge_loss(
     case = evaluator.case
     batch, mode = case.batches[action.batch], case.engine.loss_mode
     plans = [record.plan for record in action.records]
-    own = Arithmetic(
-        compute=numerics.compute, buffers=numerics.buffers, input_cast=numerics.input_cast
-    )
+    own = Arithmetic.of(numerics)
     replayed = _planned(evaluator, action.batch, plans, weights, own)
     findings = Findings()
     _judge_reported(findings, action, loss_of(replayed, mode), numerics, batch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fsdp_engine.contract.actions import Action, Freeze, Poison, Train, Unfreeze
+from fsdp_engine.contract.actions import Action, Freeze, Unfreeze, asks_for_step
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     LocalArray,
@@ -142,7 +142,7 @@ def _moment(
     after = replace(
         before,
         frozen=_frozen_after(evaluator.case, action, before.frozen),
-        schedule_steps=before.schedule_steps + _steps_schedule(action),
+        schedule_steps=before.schedule_steps + asks_for_step(action),
     )
     moment = Moment(index=index, action=action, records=records, before=before, after=after)
     shown = [_shown(record) for record in records]
@@ -169,10 +169,6 @@ def _shown(record: Record) -> tuple[tuple[LocalArray, ...], OptimizerState]:
     if isinstance(record, TrainRecord | StateRecord):
         return record.parameters, record.optimizer_state
     return (), {}
-
-
-def _steps_schedule(action: Action) -> bool:
-    return isinstance(action, Poison) or (isinstance(action, Train) and action.step)
 
 
 def _frozen_after(case: Case, action: Action, frozen: frozenset[str]) -> frozenset[str]:

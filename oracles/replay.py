@@ -53,9 +53,7 @@ def replay(
     `plans[rank]` must partition the rank's sequences, with the same count on all ranks. `weights`
     are in storage dtype.
     """
-    arithmetic = Arithmetic(
-        compute=numerics.compute, buffers=numerics.buffers, input_cast=numerics.input_cast
-    )
+    arithmetic = Arithmetic.of(numerics)
     return _replay(evaluator, batch_index, plans, numerics, weights, arithmetic)
 
 

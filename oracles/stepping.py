@@ -7,7 +7,7 @@ that no sequence used, whether a poisoned loss must show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,16 @@ class Step:
             name: float64_of(tensor)
             for name, tensor in self.gradients.full.items()
             if tensor is not None and name not in self.moment.before.frozen
+        }
+
+    def moving(self, names: Container[str]) -> dict[str, Tensor]:
+        """The clipped gradients, of these parameters, that the step applies."""
+        if not self.taken:
+            return {}
+        return {
+            name: tensor
+            for name, tensor in self.clipped.full.items()
+            if tensor is not None and name in names
         }
 
 

@@ -19,9 +19,10 @@ from tests.bench.bisection import first_true, smallest_found
 from tests.bench.sensitivity import Replayed, changed, median_place
 from tests.bench.shrinking import lines_of
 from tests.bench.table import Line, shown, table, write
-from tests.bench.timing import interleaved, median_ratio, percentile
+from tests.bench.timing import interleaved, median_ratio
 from tests.bench.typical import ENGINE, main_check, typical_case
 from tests.detection.shrinking import Minimal
+from tests.detection.summary import percentile
 
 LINES = (
     Line(part="speed", name="warm", value=0.0512, unit="s", target="<= 0.06 s"),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis.strategies import SearchStrategy
+from hypothesis import find, given
 
 from fsdp_engine.contract.actions import Freeze, Infer, Interrupt, Poison, Restore, Train, Unfreeze
 from fsdp_engine.contract.case import Case
@@ -24,26 +20,10 @@ from properties.strategies.cases import (
     unused_cases,
 )
 from properties.strategies.programs import Program
-
-Draw: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
-Feature: TypeAlias = Callable[[Case], bool]
-
-SEARCH = settings(
-    max_examples=5000,
-    phases=(Phase.generate,),
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-SHRINK = settings(SEARCH, phases=(Phase.generate, Phase.shrink))
-
+from tests.drawing import SEARCH, SHRINK, Draw, Feature, kinds_of
 
 _STEP = Train(step=True)
 _STEP_OF_NEXT = Train(batch=1, step=True)
-
-
-def _kinds(case: Case) -> list[str]:
-    return [action.kind for action in case.program]
 
 
 FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
@@ -64,24 +44,24 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
             for action in c.program
         ),
     ),
-    "two interrupts": (interrupted_cases, lambda c: _kinds(c).count("interrupt") == 2),
+    "two interrupts": (interrupted_cases, lambda c: kinds_of(c).count("interrupt") == 2),
     "an interrupt between steps": (
         interrupted_cases,
         lambda c: (
-            _kinds(c)[:3] == ["train", "interrupt", "train"] and c.program[2] == _STEP_OF_NEXT
+            kinds_of(c)[:3] == ["train", "interrupt", "train"] and c.program[2] == _STEP_OF_NEXT
         ),
     ),
     "an eval between train actions": (
         inferring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "eval", "train"],
+        lambda c: kinds_of(c)[:3] == ["train", "eval", "train"],
     ),
     "an export between train actions": (
         inferring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "export", "train"],
+        lambda c: kinds_of(c)[:3] == ["train", "export", "train"],
     ),
     "frozen and unfrozen": (
         freezing_cases,
-        lambda c: _kinds(c)[:4] == ["freeze", "train", "unfreeze", "train"],
+        lambda c: kinds_of(c)[:4] == ["freeze", "train", "unfreeze", "train"],
     ),
     "half of the parameters frozen": (
         freezing_cases,
@@ -89,11 +69,11 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
     ),
     "a restore behind an infer": (
         restoring_cases,
-        lambda c: _kinds(c)[:3] == ["train", "infer", "restore"],
+        lambda c: kinds_of(c)[:3] == ["train", "infer", "restore"],
     ),
     "an inference behind a restore": (
         restoring_cases,
-        lambda c: "infer" in _kinds(c)[_kinds(c).index("restore") :],
+        lambda c: "infer" in kinds_of(c)[kinds_of(c).index("restore") :],
     ),
     "groups of three": (grouped_cases, lambda c: c.engine.planning.group == 3),
 }
@@ -152,26 +132,26 @@ def test_a_kind_of_program_shrinks_to_the_shortest(draw: Draw, program: Program)
             lambda c: any(isinstance(a, Interrupt) and a.phase == "forward" for a in c.program),
             ["interrupt", "train"],
         ),
-        (freezing_cases, lambda c: "unfreeze" in _kinds(c), ["freeze", "unfreeze", "train"]),
+        (freezing_cases, lambda c: "unfreeze" in kinds_of(c), ["freeze", "unfreeze", "train"]),
         (
             restoring_cases,
-            lambda c: "infer" in _kinds(c)[: _kinds(c).index("restore")],
+            lambda c: "infer" in kinds_of(c)[: kinds_of(c).index("restore")],
             ["train", "infer", "restore", "train"],
         ),
-        (inferring_cases, lambda c: "eval" in _kinds(c), ["eval", "train"]),
+        (inferring_cases, lambda c: "eval" in kinds_of(c), ["eval", "train"]),
     ],
 )
 def test_a_feature_of_a_program_shrinks_alone(
     draw: Draw, feature: Feature, kinds: list[str]
 ) -> None:
     found = find(draw(Axes()), feature, settings=SHRINK)
-    assert sorted(_kinds(found)) == sorted(kinds)
+    assert sorted(kinds_of(found)) == sorted(kinds)
 
 
 @given(case=any_cases())
 def test_training_follows_what_must_not_change_it(case: Case) -> None:
     """What an interrupt, a poison, a freeze or a restore left shows in the action behind it."""
-    kinds = _kinds(case)
+    kinds = kinds_of(case)
     if {"poison", "interrupt", "freeze", "unfreeze", "restore"} & set(kinds):
         assert kinds[-1] == "train"
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis.strategies import SearchStrategy
+from hypothesis import find, given
 
 from fsdp_engine.contract.actions import Infer, Train
 from fsdp_engine.contract.batch import Batch, Sequence
@@ -21,18 +19,7 @@ from properties.strategies.cases import (
     stepping_cases,
 )
 from properties.strategies.tables import one_case
-
-Draw: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
-Feature: TypeAlias = Callable[[Case], bool]
-
-SEARCH = settings(
-    max_examples=5000,
-    phases=(Phase.generate,),
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-SHRINK = settings(SEARCH, phases=(Phase.generate, Phase.shrink))
+from tests.drawing import SEARCH, SHRINK, Feature, kinds_of
 
 
 def _totals(batch: Batch) -> list[int]:
@@ -49,10 +36,6 @@ def _gates(case: Case) -> list[bool]:
 
 def _gated(sequences: tuple[Sequence, ...]) -> bool:
     return any(sequence.gated for sequence in sequences)
-
-
-def _kinds(case: Case) -> list[str]:
-    return [action.kind for action in case.program]
 
 
 FEATURES: dict[str, Feature] = {
@@ -90,15 +73,15 @@ FEATURES: dict[str, Feature] = {
         c.optimizer.schedule == "cosine" and c.optimizer.warmup_steps > 0
     ),
     "SGD without decay": lambda c: (
-        _kinds(c).count("train") > 1
+        kinds_of(c).count("train") > 1
         and (c.optimizer.kind, c.optimizer.weight_decay) == ("sgd", 0.0)
         and c.optimizer.clip_grad > 1
     ),
-    "a poison": lambda c: "poison" in _kinds(c),
-    "an interrupt": lambda c: "interrupt" in _kinds(c),
-    "an eval": lambda c: "eval" in _kinds(c),
-    "an unfreeze": lambda c: "unfreeze" in _kinds(c),
-    "a restore": lambda c: "restore" in _kinds(c),
+    "a poison": lambda c: "poison" in kinds_of(c),
+    "an interrupt": lambda c: "interrupt" in kinds_of(c),
+    "an eval": lambda c: "eval" in kinds_of(c),
+    "an unfreeze": lambda c: "unfreeze" in kinds_of(c),
+    "a restore": lambda c: "restore" in kinds_of(c),
     "groups": lambda c: c.engine.planning.group > 1,
     "a world of one": lambda c: c.mesh.world_size == 1,
     "a world of four in a column": lambda c: c.mesh.shape == (4, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.contract.actions import BATCH_ACTIONS, Infer
+from fsdp_engine.adapters.optional_units import run_the_same_units
 from fsdp_engine.contract.batch import Planning, Static
 from fsdp_engine.contract.case import Case, LossMode, Optimizer
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
@@ -186,24 +186,11 @@ def plan_micro_batches(batch: LocalBatch, planning: Planning) -> Plan:
 
 def ranks_run_the_same(case: Case) -> bool:
     """Whether the optional unit is run on all ranks or on none, in every micro-batch."""
-    for action in case.program:
-        if not isinstance(action, BATCH_ACTIONS):
-            continue
-        ranks = case.batches[action.batch].ranks
-        lengths = [tuple(sequence.length for sequence in rank) for rank in ranks]
-        plans = _plans_of_ranks(lengths, case.engine.planning)
-        if isinstance(action, Infer):
-            plans = [(tuple(range(len(rank))),) for rank in ranks]
-        runs = {
-            tuple(any(rank[index].gated for index in part) for part in plan)
-            for rank, plan in zip(ranks, plans, strict=True)
-        }
-        if len(runs) > 1:
-            return False
-    return True
+    planning = case.engine.planning
+    return run_the_same_units(case, lambda lengths: _plans_of_ranks(lengths, planning))
 
 
-def _plans_of_ranks(lengths: list[tuple[int, ...]], planning: Planning) -> list[Plan]:
+def _plans_of_ranks(lengths: Sequence[tuple[int, ...]], planning: Planning) -> list[Plan]:
     """What the ranks agree on in `plan_micro_batches`, from all their lengths at once."""
     if isinstance(planning, Static):
         return [_chunks(len(rank), planning.sequences) for rank in lengths]

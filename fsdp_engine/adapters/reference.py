@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fsdp_engine.adapters.numerics import divide_factors, fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.actions import ACTIONS, BATCH_ACTIONS, Infer
+from fsdp_engine.adapters.optional_units import run_the_same_units
+from fsdp_engine.contract.actions import ACTIONS
 from fsdp_engine.contract.batch import Static
 from fsdp_engine.contract.case import Case, Scalar
 from fsdp_engine.contract.errors import ConfigError
@@ -28,7 +29,7 @@ from fsdp_engine.engine.config_sources import (
 )
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.mesh import mesh_shape
-from fsdp_engine.engine.micro_batches import Plan, plans_of
+from fsdp_engine.engine.micro_batches import plans_of
 from fsdp_engine.engine.sharding import get_sharding_strategy, replicates
 from fsdp_engine.workload.models import build_model, module_arguments
 
@@ -144,22 +145,7 @@ def _ranks_run_the_same_units(case: Case) -> bool:
             force_group_size=planning.group,
         )
     )
-    for action in case.program:
-        if not isinstance(action, BATCH_ACTIONS):
-            continue
-        ranks = case.batches[action.batch].ranks
-        if isinstance(action, Infer):
-            plans: tuple[Plan, ...] = tuple((tuple(range(len(rank))),) for rank in ranks)
-        else:
-            lengths = tuple(tuple(s.length for s in rank) for rank in ranks)
-            plans = plans_of(lengths, config)
-        runs = {
-            tuple(any(rank[index].gated for index in part) for part in plan)
-            for rank, plan in zip(ranks, plans, strict=True)
-        }
-        if len(runs) > 1:
-            return False
-    return True
+    return run_the_same_units(case, lambda lengths: plans_of(lengths, config))
 
 
 def _engine_fields(case: Case) -> RawConfig:

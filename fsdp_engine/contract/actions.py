@@ -113,5 +113,7 @@ ACTIONS = (
 BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)
 """The actions that run over a batch."""
 
-STEPPING_ACTIONS = (Train, Poison)
-"""The actions that may ask for an optimizer step."""
+
+def asks_for_step(action: Action) -> bool:
+    """Whether it ends with an optimizer step, taken or not, and a step of the schedule."""
+    return isinstance(action, Poison) or (isinstance(action, Train) and action.step)

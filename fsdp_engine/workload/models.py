@@ -134,6 +134,14 @@ def parameter_names(model: Model) -> tuple[str, ...]:
     return tuple(name for name, _ in _bare(model).named_parameters())
 
 
+@functools.lru_cache(maxsize=64)
+def trained_names(model: Model) -> frozenset[str]:
+    """The parameters of `build_model` that take gradients before any freeze or unfreeze."""
+    module = _bare(model)
+    _freeze(module, model)
+    return frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+
+
 def unit_names(case: Case) -> tuple[str, ...]:
     """Module paths of the wrapped units, in forward order; the root is not among them."""
     return tuple(f"{_stem(case.model)}layers.{index}" for index in range(case.model.units))

@@ -107,14 +107,9 @@ def _judge_steps(case: Case, observation: Observation) -> Verdict:
         findings.mismatches += step.mismatches
         if moment.after is None:
             break
-        moving = {
-            name: tensor
-            for name, tensor in step.clipped.full.items()
-            if step.taken and tensor is not None and name not in moment.before.frozen
-        }
+        moving = step.moving(moment.before.weights.keys() - moment.before.frozen)
         shown = trajectory.step(str(moment), moment.before, moment.after, moving)
-        findings.mismatches += shown.mismatches
-        findings.margin = max(findings.margin, shown.margin)
+        findings.include(shown.mismatches, shown.margin)
     return findings.verdict("rigorous")
 
 

@@ -34,8 +34,7 @@ def match_oracle(case: Case, run: Run) -> Verdict:
         if findings.mismatches or not observation.numerics.replayable:
             continue
         loss = judge_loss(evaluator, observation.numerics, action, moment.before.weights)
-        findings.mismatches += loss.mismatches
-        findings.margin = max(findings.margin, loss.margin)
+        findings.include(loss.mismatches, loss.margin)
     if not judged:
         return not_applicable("the engine reports no loss and no counts")
     return findings.verdict("rigorous")

@@ -13,7 +13,7 @@ from oracles.clipping import clip_factor, clipped
 from oracles.evaluation import Evaluator
 from oracles.gradients import Findings
 from oracles.learning_rate import rate_mismatches
-from oracles.norm import allowance_of, exact_norm, norm_mismatches
+from oracles.norm import NormAllowance, allowance_of, exact_norm, norm_mismatches
 from oracles.stepping import (
     Step,
     finite,
@@ -40,8 +40,13 @@ def norm_and_clip(case: Case, run: Run) -> Verdict:
     findings = Findings()
     judged = False
     for step in steps(evaluator, observation):
+        bound = allowance_of(
+            [record.gradients for record in step.records],
+            shards=case.mesh.shards,
+            norm=observation.numerics.norm,
+        )
         if not judged:
-            _judge_replayed_norm(findings, evaluator, observation, step)
+            _judge_replayed_norm(findings, evaluator, observation, step, bound)
         judged = True
         findings.mismatches += [
             *step.gradients.mismatches,
@@ -49,7 +54,8 @@ def norm_and_clip(case: Case, run: Run) -> Verdict:
             *_agreement(step),
             *_frozen_gradients(step),
         ]
-        _judge_norm(findings, case, observation, step)
+        exact = exact_norm(step.present())
+        findings.include(*norm_mismatches(f"{step} norm", _number(step.norms[0]), exact, bound))
         if finite(step.norms[0]):
             _judge_clip(findings, case, observation, step)
     return findings.verdict("rigorous") if judged else not_applicable(_NO_STEP)
@@ -71,17 +77,9 @@ def optimizer_step(case: Case, run: Run) -> Verdict:
         findings.mismatches += [*step.clipped.mismatches, *moment.mismatches]
         if moment.after is None:
             break
-        gradients = {}
-        if step.taken:
-            moving = _moving(evaluator, observation, step)
-            gradients = {
-                name: tensor
-                for name, tensor in step.clipped.full.items()
-                if tensor is not None and name in moving
-            }
-        shown = trajectory.step(str(moment), moment.before, moment.after, gradients)
-        findings.mismatches += shown.mismatches
-        findings.margin = max(findings.margin, shown.margin)
+        moving = step.moving(_movable(evaluator, observation, step)) if step.taken else {}
+        shown = trajectory.step(str(moment), moment.before, moment.after, moving)
+        findings.include(shown.mismatches, shown.margin)
     return findings.verdict("rigorous") if judged else not_applicable(_NO_STEP)
 
 
@@ -97,9 +95,7 @@ def learning_rates(case: Case, run: Run) -> Verdict:
             num_steps += 1
             where = f"action {index} ({action.kind}) learning rate of the next step"
             rates = [record.lr for record in shown]
-            found, margin = rate_mismatches(where, rates, case.optimizer, num_steps)
-            findings.mismatches += found
-            findings.margin = max(findings.margin, margin)
+            findings.include(*rate_mismatches(where, rates, case.optimizer, num_steps))
     return findings.verdict("rigorous") if num_steps else not_applicable(_NO_STEP)
 
 
@@ -134,36 +130,19 @@ def _frozen_gradients(step: Step) -> list[Mismatch]:
     ]
 
 
-def _judge_norm(findings: Findings, case: Case, observation: Observation, step: Step) -> None:
-    bound = allowance_of(
-        [record.gradients for record in step.records],
-        shards=case.mesh.shards,
-        norm=observation.numerics.norm,
-    )
-    exact = exact_norm(step.present())
-    where = f"{step} norm"
-    found, margin = norm_mismatches(where, _number(step.norms[0]), exact, bound)
-    findings.mismatches += found
-    findings.margin = max(findings.margin, margin)
-
-
 def _judge_replayed_norm(
-    findings: Findings, evaluator: Evaluator, observation: Observation, step: Step
+    findings: Findings,
+    evaluator: Evaluator,
+    observation: Observation,
+    step: Step,
+    bound: NormAllowance,
 ) -> None:
     local = replayed(evaluator, observation, step)
     if local is None:
         return
-    numerics = observation.numerics
-    norm, off_by = replayed_norm(evaluator, numerics, step, local)
-    bound = allowance_of(
-        [record.gradients for record in step.records],
-        shards=evaluator.case.mesh.shards,
-        norm=numerics.norm,
-    )
+    norm, off_by = replayed_norm(evaluator, observation.numerics, step, local)
     where = f"{step} norm, against the mean of the ranks' own gradients"
-    found, margin = norm_mismatches(where, _number(step.norms[0]), norm, bound, off_by=off_by)
-    findings.mismatches += found
-    findings.margin = max(findings.margin, margin)
+    findings.include(*norm_mismatches(where, _number(step.norms[0]), norm, bound, off_by=off_by))
 
 
 def _judge_clip(findings: Findings, case: Case, observation: Observation, step: Step) -> None:
@@ -184,7 +163,7 @@ def _judge_clip(findings: Findings, case: Case, observation: Observation, step: 
     ]
 
 
-def _moving(evaluator: Evaluator, observation: Observation, step: Step) -> frozenset[str]:
+def _movable(evaluator: Evaluator, observation: Observation, step: Step) -> frozenset[str]:
     """The parameters that a step may move: trainable, and used where some may not be."""
     trainable = frozenset(evaluator.shapes) - step.moment.before.frozen
     if evaluator.case.model.optional == "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -17,9 +16,10 @@ from fsdp_engine.contract.actions import (
     Restore,
     Train,
     Unfreeze,
+    asks_for_step,
 )
 from fsdp_engine.contract.case import Case
-from fsdp_engine.workload.models import build_model, part_names, unit_of
+from fsdp_engine.workload.models import parameter_names, part_names, trained_names, unit_of
 from properties.issues.usage import num_micro_batches
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,10 +27,7 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def steps(case: Case) -> bool:
     """Some action asks for an optimizer step."""
-    return any(
-        isinstance(action, Poison) or (isinstance(action, Train) and action.step)
-        for action in case.program
-    )
+    return any(map(asks_for_step, case.program))
 
 
 def trains(case: Case) -> bool:
@@ -203,7 +200,7 @@ def _is_refused(case: Case, action: Action) -> bool:
 
 def _with_frozen(case: Case) -> Iterator[tuple[Action, frozenset[str]]]:
     """Every action with what is frozen when it begins."""
-    frozen = frozenset(name for name, trains in _parameters(case) if not trains)
+    frozen = frozenset(parameter_names(case.model)) - trained_names(case.model)
     for action in case.program:
         yield action, frozen
         if isinstance(action, Freeze):
@@ -214,15 +211,9 @@ def _with_frozen(case: Case) -> Iterator[tuple[Action, frozenset[str]]]:
 
 def _units(case: Case) -> dict[str, frozenset[str]]:
     """The parameters of every unit; the root's name is empty."""
-    names = [name for name, _ in _parameters(case)]
+    names = parameter_names(case.model)
     units = {unit_of(case, name) for name in names}
     return {unit: frozenset(n for n in names if unit_of(case, n) == unit) for unit in units}
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters(case: Case) -> tuple[tuple[str, bool], ...]:
-    """Names in the model's order, and whether they train as built."""
-    return tuple((name, p.requires_grad) for name, p in build_model(case).named_parameters())
 
 
 def _goes_on(actions: tuple[Action, ...]) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeAlias, cast, get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fsdp_engine.contract.actions import Export, Infer, Poison, Train
+from fsdp_engine.contract.actions import Export, Infer, Train, asks_for_step
 from fsdp_engine.contract.case import (
     DTYPE_POLICIES,
     Case,
@@ -224,8 +224,7 @@ def _optimizer(draw: DrawFn, program: Program, *, decaying: bool, moving: bool) 
 
     `decaying`: AdamW with weight decay, which moves whatever is not left out of the step.
     """
-    steps = any(isinstance(one, Poison) or (isinstance(one, Train) and one.step) for one in program)
-    if not steps:
+    if not any(map(asks_for_step, program)):
         return Optimizer()
     cosine = draw(st.booleans(), label="cosine schedule")
     return Optimizer(

@@ -9,11 +9,11 @@ from functools import partial
 
 from properties.covering import spread
 from tests.bench.table import Line
-from tests.bench.timing import percentile
 from tests.bench.work import Effort
 from tests.detection.measure import measure as search_and_shrink
 from tests.detection.parallel import done_in_parallel, num_cores
 from tests.detection.shrinking import Minimal, phrase
+from tests.detection.summary import percentile
 from tests.faults.catalogue import FAULTS
 
 

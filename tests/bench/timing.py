@@ -30,9 +30,3 @@ def interleaved(actions: Mapping[str, Action], *, rounds: int) -> dict[str, list
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     """The median of the ratios within a round, which is steadier than the ratio of the medians."""
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest of the values that is not below `fraction` of them."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-round(fraction * 1000) * len(ordered) // 1000) - 1)]

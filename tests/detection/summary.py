@@ -34,14 +34,18 @@ def write(measured: Sequence[Measured], path: Path = REPORT) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest of the values that is not below `fraction` of them."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-round(fraction * 1000) * len(ordered) // 1000) - 1)]
+
+
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
     """The values at half and nine tenths of their order, and the largest."""
     if not values:
         return None
-    ordered = sorted(values)
-    tenth = ordered[min(len(ordered) - 1, -(-9 * len(ordered) // 10) - 1)]
     return {
-        "median": round(statistics.median(ordered), 3),
-        "p90": round(tenth, 3),
-        "max": round(ordered[-1], 3),
+        "median": round(statistics.median(values), 3),
+        "p90": round(percentile(values, 0.9), 3),
+        "max": round(max(values), 3),
     }
