@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_engine.contract.actions import Eval, Export, Infer, Restore, Train
+from fsdp_engine.contract.case import Mesh, Optimizer
 from fsdp_engine.contract.errors import EngineRaised
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
@@ -76,14 +78,16 @@ def test_a_rank_that_cannot_build_is_told_while_the_others_wait() -> None:
     assert raised.value.num_collectives == {1: 0}
 
 
-def test_process_groups_end_with_their_case() -> None:
+@pytest.mark.parametrize("optimizer", [Optimizer(kind="sgd"), Optimizer(kind="adamw")])
+@pytest.mark.parametrize("model", [Model(family="mlp"), Model(family="qwen2", lora_rank=1)])
+def test_process_groups_end_with_their_case(model: Model, optimizer: Optimizer) -> None:
     """Each keeps threads that poll; DTensor's caches would keep the groups of every new mesh."""
-    shapes = ((2,), (2, 1), (1, 2), (2,), (2, 1))
-    with WorldPool("torch_fsdp2") as pool:
+    program = (Train(step=True), Export(), Infer(), Eval(), Train(step=True), Restore(), Train())
+    case = replace(small_case(shape=(2,), model=model), program=program, optimizer=optimizer)
+    with WorldPool("reference") as pool:
         threads = []
-        for seed, shape in enumerate(shapes):
-            model = Model(family="mlp", width=3 + seed)
-            pool(replace(small_case(shape=shape, model=model), seed=seed))
+        for seed, shape in enumerate(((2,), (2, 1), (1, 2), (2,), (2, 1))):
+            pool(replace(case, mesh=Mesh(shape=shape), seed=seed))
             pool.tables()  # answered by rank 0 when it has cleaned up
             threads.append(len(list(Path(f"/proc/{pids_of(pool)[0]}/task").iterdir())))
     assert len(set(threads)) == 1, threads

@@ -20,6 +20,8 @@ Config = TypeVar("Config", EngineConfig, OptimizerConfig, MixedPrecision, WrapPo
 SYNC_FIELD = "use_no_sync_for_gradient_accumulation"
 _NESTED: dict[str, Any] = {"mixed_precision": MixedPrecision, "wrap_policy": WrapPolicy}
 _SECTIONS: tuple[str, ...] = ("engine", "optim")
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C where PyYAML was built with it: ten times faster."""
 
 
 def from_mapping(cls: type[Config], raw: Mapping[str, Any], *, where: str = "") -> Config:
@@ -72,7 +74,7 @@ def yaml_mapping(text: str | None = None) -> dict[str, dict[str, Any]]:
     if text is None:
         text = resources.files("fsdp_engine.engine").joinpath("fsdp.yaml").read_text("utf-8")
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise ConfigError(f"configuration file: not YAML ({error})") from error
     if not isinstance(raw, dict) or not set(raw) <= set(_SECTIONS):

@@ -39,23 +39,21 @@ def find_units(root: nn.Module, policy: WrapPolicy) -> tuple[Unit, ...]:
     modules = _by_size(root, policy.min_num_params) if policy.min_num_params else []
     if not policy.min_num_params:
         modules = _by_class(root, policy.transformer_layer_cls_to_wrap)
+    places = dict(root.named_modules(remove_duplicate=False))
+    owners = _owners(places, {id(module) for module in modules})
+    _require_ties_within(root, owners)
     owned: dict[int, list[ParameterSlot]] = {id(module): [] for module in [*modules, root]}
-    _require_ties_within(root, owned)
     for name, _ in root.named_parameters():
         path, _, attribute = name.rpartition(".")
-        slot = ParameterSlot(
-            name=name,
-            module=root.get_submodule(path),
-            attribute=attribute,
-        )
-        owned[id(_owner(root, path, owned))].append(slot)
+        slot = ParameterSlot(name=name, module=places[path], attribute=attribute)
+        owned[id(owners[path])].append(slot)
     return tuple(Unit(module=m, slots=tuple(owned[id(m)])) for m in [*modules, root])
 
 
-def _require_ties_within(root: nn.Module, owned: dict[int, list[ParameterSlot]]) -> None:
+def _require_ties_within(root: nn.Module, owners: dict[str, nn.Module]) -> None:
     first: dict[int, tuple[str, nn.Module]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        owner = _owner(root, name.rpartition(".")[0], owned)
+        owner = owners[name.rpartition(".")[0]]
         other_name, other = first.setdefault(id(parameter), (name, owner))
         if owner is not other:
             raise ConfigError(
@@ -64,20 +62,21 @@ def _require_ties_within(root: nn.Module, owned: dict[int, list[ParameterSlot]])
             )
 
 
-def _owner(root: nn.Module, path: str, owned: dict[int, list[ParameterSlot]]) -> nn.Module:
-    while path:
-        module = root.get_submodule(path)
-        if id(module) in owned:
-            return module
-        path = path.rpartition(".")[0]
-    return root
+def _owners(places: dict[str, nn.Module], units: set[int]) -> dict[str, nn.Module]:
+    """For every path the innermost unit there or above; `places` lists outer before inner."""
+    owners: dict[str, nn.Module] = {}
+    for path, module in places.items():
+        above = path.rpartition(".")[0]
+        owners[path] = module if id(module) in units or not path else owners[above]
+    return owners
 
 
 def _by_class(root: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
     field = "wrap_policy.transformer_layer_cls_to_wrap"
-    present = {type(module).__name__ for module in root.modules()}
+    modules = list(root.modules())
+    present = {type(module).__name__ for module in modules}
     if names is None:
-        named = {n for m in root.modules() for n in getattr(m, "_no_split_modules", None) or ()}
+        named = {n for m in modules for n in getattr(m, "_no_split_modules", None) or ()}
         wanted = named & present
         if not wanted:
             raise ConfigError(
@@ -89,7 +88,7 @@ def _by_class(root: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]
         missing = sorted(wanted - present)
         if missing:
             raise ConfigError(f"{field}: no module is a {missing[0]}; there are {sorted(present)}")
-    found = [m for m in root.modules() if type(m).__name__ in wanted and m is not root]
+    found = [m for m in modules if type(m).__name__ in wanted and m is not root]
     return found[::-1]  # `modules` lists outer before inner
 
 

@@ -87,7 +87,10 @@ def plain_name(name: str) -> str:
 
 def fsdp2_names(module: nn.Module) -> dict[int, str]:
     """Identity of each FSDP2 parameter record below `module` to the parameter's name."""
-    modules = list(module.named_modules())
+    return _fsdp2_names(list(module.named_modules()))
+
+
+def _fsdp2_names(modules: list[tuple[str, nn.Module]]) -> dict[int, str]:
     units = [submodule for _, submodule in modules if isinstance(submodule, FSDPModule)]
     if not units:
         return {}
@@ -118,8 +121,9 @@ def _shard(part: _Part, data: Tensor | None) -> LocalShard:
 
 def _parts(module: nn.Module) -> Iterator[_Part]:
     managed: set[int] = set()
-    names = fsdp2_names(module)
-    for path, submodule in module.named_modules():
+    modules = list(module.named_modules())
+    names = _fsdp2_names(modules)
+    for path, submodule in modules:
         prefix = plain_name(path + ".") if path else ""
         if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None:
             flat: Any = submodule._handle.flat_param
