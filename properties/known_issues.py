@@ -74,8 +74,8 @@ FSDP1 = (
         reason="with NO_SHARD a tied parameter of a wholly frozen unit is registered as a tensor "
         "that is no parameter, which the next forward asserts against",
         reference=f"{_SOURCE}/_flat_param.py#L2024",
-        hits=torch.ties_what_is_frozen,
-        must=torch.ties_what_is_frozen,
+        hits=partial(torch.ties_what_is_frozen, at_once=False),
+        must=partial(torch.ties_what_is_frozen, at_once=True),
         ends=("RaisedAssertionError",),
         says=("as_params=",),
     ),
@@ -201,11 +201,12 @@ FSDP2 = (
         id="fsdp2-mixes-what-ranks-use",
         engines=("torch_fsdp2",),
         reason="a unit reduces the parameters that have a gradient on this rank; where others have "
-        "others of the same size, these are added up silently",
+        "others of the same size, these are added up silently; the norm behind it has a term per "
+        "gradient, so where some ranks have more gloo waits or ends the process",
         reference=f"{_PYTORCH}/issues/158719",
         hits=torch.reduces_other_parameters,
         must=_both(torch.reduces_other_parameters, programs.never_frozen, programs.is_alive),
-        ends=("Failed",),
+        ends=("Failed", "Died", "Hung", "RaisedRuntimeError"),
         must_in=_GRADIENTS,
     ),
     KnownIssue(

@@ -175,6 +175,16 @@ SHOWN = (
         case=_case("fsdp2", model=EITHER, gates=((True, False), (False, True))),
     ),
     Shown(
+        id="fsdp2-mixes-what-ranks-use",
+        case=_case(
+            "fsdp2",
+            Train(step=True),
+            mesh=(3,),
+            model=EITHER,
+            gates=((False, True), (True, True), (True, True)),
+        ),
+    ),
+    Shown(
         id="fsdp2-unfrozen-after-first-forward",
         case=_case("fsdp2", Train(), Unfreeze(), NEXT, model=FROZEN, dtypes=MIXED),
     ),
@@ -188,3 +198,18 @@ SHOWN = (
     ),
     Shown(id="fsdp2-restore-while-gathered", case=_case("fsdp2", *RESTORE)),
 )
+
+MAY_SHOW = (
+    Shown(
+        id="fsdp1-no-shard-tied-and-frozen",
+        case=_case(
+            "fsdp1",
+            Train(),
+            NEXT,
+            mesh=(2, 1),
+            model=replace(TIED, lora_rank=2),
+            dtypes="bf16/bf16/fp32",
+        ),
+    ),
+)
+"""Cases in which an issue shows although it need not: it is known there as well."""

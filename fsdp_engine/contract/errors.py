@@ -5,6 +5,7 @@ FsdpPropertiesError
 ├── ConfigError (also ValueError)      an engine configuration that is refused
 ├── EngineStateError (also RuntimeError)  a call that the engine's present state does not allow
 ├── EngineLoadError                    an engine name that leads to no engine
+├── AcceleratorError                   the simulated device cannot be had in this process
 └── RunError                           a case that ran and showed no observation
     ├── UnsupportedCase                the engine says in words why it does not apply
     ├── EngineRaised                   at least one rank raised inside the engine
@@ -34,6 +35,10 @@ class EngineStateError(FsdpPropertiesError, RuntimeError):
 
 class EngineLoadError(FsdpPropertiesError):
     """The name given for an engine leads to none, or its import raised."""
+
+
+class AcceleratorError(FsdpPropertiesError):
+    """The simulated device cannot be built here, or a real one is in its place."""
 
 
 class RunError(FsdpPropertiesError):

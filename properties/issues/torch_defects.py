@@ -65,10 +65,15 @@ def surely_rounds_norm_on_some_ranks(case: Case) -> bool:
     return rounds_norm_on_some_ranks(case) and only_head and few and stepped
 
 
-def ties_what_is_frozen(case: Case) -> bool:
-    """FSDP1 with one shard runs a wholly frozen unit with a tied parameter, nothing is cast."""
-    model = case.model
-    plain = case.mesh.shards == 1 and not case.dtypes.mixed
+def ties_what_is_frozen(case: Case, *, at_once: bool) -> bool:
+    """FSDP1 with one shard runs a wholly frozen unit with a tied parameter, weights are not cast.
+
+    `at_once`: nothing else is cast either, then the first forward fails; else the one behind a
+    backward may.
+    """
+    model, dtypes = case.model, case.dtypes
+    uncast = not dtypes.mixed if at_once else dtypes.compute == dtypes.storage
+    plain = case.mesh.shards == 1 and uncast
     return bool(plain and model.tied and model.lora_rank and programs.runs(case))
 
 

@@ -1,0 +1,416 @@
+"""What the simulated device must do, one function each; run together in a process of their own.
+
+`python -m tests.accelerator_checks` prints a JSON object: function to traceback, empty where it
+passed. A process that has installed the device is of no use for anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fsdp_engine.contract.errors import AcceleratorError
+from fsdp_engine.contract.model import Model
+from fsdp_engine.workload.models import build_model
+from fsdp_engine.world.accelerator.device import install
+from fsdp_engine.world.accelerator.ledger import Copy
+from tests.small_cases import small_case
+
+DEVICE = "hpu"
+
+LEFT_OUT = ("empty", "jiterator")
+"""Families of operators that are not compared: no values yet, CUDA alone."""
+
+OTHER = {
+    "to": "the sample asks for the CPU",
+    "tensor_split": "indices must be on the CPU, as on a GPU",
+    "as_strided": "a sample reads memory that nobody wrote",
+    "linspace": "where it goes is said by an argument alone",
+    "logspace": "the same",
+    "to_sparse": "sparse tensors have no simulated device",
+    "sparse.sampled_addmm": "sparse",
+    "sparse.mm": "sparse",
+}
+"""Operators of torch's database that are not compared, and why."""
+
+
+def operators_compute_what_the_cpu_does() -> None:
+    """Torch's own database of operators: results and gradients bit for bit, on the device."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    compared = 0
+    for op in op_db:
+        if op.name in OTHER or any(word in op.name for word in LEFT_OUT):
+            continue
+        dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64)
+        dtype = next((dtype for dtype in dtypes if dtype in op.dtypes), None)
+        if dtype is None:
+            continue
+        differentiable = dtype.is_floating_point and op.supports_autograd
+        info: Any = op
+        for sample in list(info.sample_inputs("cpu", dtype, requires_grad=differentiable))[:3]:
+            arguments = (sample.input, sample.args, sample.kwargs)
+            if not any(isinstance(value, Tensor) for value in tree_leaves(arguments)):
+                continue  # nothing says which device
+            there = tree_map(_moved, arguments)
+            try:
+                wanted = _run(op, arguments)
+            except (RuntimeError, NotImplementedError):
+                continue  # a sample that the CPU refuses
+            _require_same(op.name, _run(op, there), wanted)
+            compared += 1
+    assert compared > 1000, compared
+
+
+def operands_on_two_devices_are_refused() -> None:
+    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    for operation in (torch.add, torch.mul, torch.dot, torch.eq):
+        with pytest.raises(RuntimeError, match="two devices, hpu:0 and cpu"):
+            operation(there, here)
+    with pytest.raises(RuntimeError, match="two devices"):
+        nn.Linear(3, 2)(there)
+    assert torch.equal((there + torch.tensor(1.0)).cpu(), here + 1)  # a scalar may be anywhere
+    assert torch.equal(there[torch.tensor([0, 2])].cpu(), here[:2])  # and so may indices
+
+
+def copies_are_in_the_ledger() -> None:
+    ledger = install().ledger
+    here = torch.ones(3, 2)
+    ledger.take()
+    there = here.to(DEVICE, non_blocking=True)
+    there.cpu()
+    there.clone()
+    there.to(torch.bfloat16).to("cpu")
+    assert ledger.take() == (
+        _copy("host_to_device", 24, blocking=False),
+        _copy("device_to_host", 24),
+        _copy("device_to_device", 24),
+        _copy("device_to_device", 12, dtype="BFloat16"),
+        _copy("device_to_host", 12, dtype="BFloat16"),
+    )
+    here.clone()
+    (there * 2).sum()
+    assert ledger.take() == ()
+
+
+def implicit_copies_are_in_the_ledger() -> None:
+    ledger = install().ledger
+    there = torch.ones(3, device=DEVICE)
+    ledger.take()
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: there[0].item(),
+        lambda: bool(there.sum() > 0),
+        lambda: float(there[1]),
+    )
+    for read in reads:
+        read()
+        assert [copy.implicit for copy in ledger.take()] == [True]
+    str(there)
+    assert any(copy.direction == "device_to_host" for copy in ledger.take())
+
+
+def copies_name_their_site() -> None:
+    ledger = install().ledger
+    ledger.take()
+    with ledger.with_sites():
+        torch.ones(2).to(DEVICE)
+    torch.ones(2).to(DEVICE)
+    sited, other = ledger.take()
+    assert "accelerator_checks.py" in sited.site
+    assert sited.site.endswith("in copies_name_their_site")
+    assert other.site == ""
+
+
+def memory_is_counted_to_the_byte() -> None:
+    device = install()
+    before = device.memory_allocated
+    device.reset_peak()
+    x = torch.ones(100, device=DEVICE)
+    y = x[10:] + 1
+    z = x.view(10, 10).t()
+    assert device.memory_allocated == before + 400 + 360
+    del y, x
+    assert device.memory_allocated == before + 400  # the view holds it
+    del z
+    assert device.memory_allocated == before
+    assert device.max_memory_allocated == before + 760
+    assert _hpu().max_memory_allocated() == before + 760
+    _hpu().reset_peak_memory_stats()
+    assert device.max_memory_allocated == before
+
+
+def a_storage_resized_to_nothing_is_freed() -> None:
+    device = install()
+    before = device.memory_allocated
+    x = torch.ones(100, device=DEVICE)
+    x.untyped_storage().resize_(0)
+    assert device.memory_allocated == before
+    x.untyped_storage().resize_(400)
+    assert device.memory_allocated == before + 400
+    assert bool(x.isnan().all())  # what was there is gone
+
+
+def memory_that_nobody_wrote_is_poison() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for made in (
+            torch.empty(5, dtype=dtype, device=DEVICE),
+            torch.empty_strided((2, 2), (2, 1), dtype=dtype, device=DEVICE),
+            torch.ones(5, dtype=dtype, device=DEVICE).resize_(9)[5:],
+        ):
+            assert bool(made.isnan().all())
+
+
+def a_full_device_raises_as_a_gpu_does() -> None:
+    device = install()
+    with device.limited(device.memory_allocated + 1000):
+        free, total = _hpu().mem_get_info()
+        assert (free, total) == (1000, device.memory_allocated + 1000)
+        x = torch.ones(200, device=DEVICE)
+        with pytest.raises(torch.OutOfMemoryError, match="800 bytes asked for"):
+            torch.ones(200, device=DEVICE)
+        with pytest.raises(torch.OutOfMemoryError):
+            x + 1
+        del x
+        torch.ones(200, device=DEVICE)
+    torch.ones(10_000, device=DEVICE)
+
+
+def data_can_be_exchanged_across_devices() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.data = parameter.data.to(DEVICE)
+    assert parameter.device.type == DEVICE
+    parameter.data = parameter.data.cpu()
+    assert parameter.device.type == "cpu"
+    assert torch.equal(parameter.data, torch.ones(3))
+
+
+def in_place_out_and_resize_reach_the_tensor_itself() -> None:
+    x = torch.zeros(2, 3, device=DEVICE)
+    x[1].add_(1).mul_(2)
+    assert x.cpu().tolist() == [[0] * 3, [2] * 3]
+    out = torch.empty(0, device=DEVICE)
+    assert torch.add(x, x, out=out) is out
+    assert out.cpu().tolist() == [[0] * 3, [4] * 3]
+    fitting = torch.zeros(3, device=DEVICE)
+    torch.sum(x, 0, out=fitting)
+    assert fitting.cpu().tolist() == [2] * 3
+    x.resize_(4, 3)
+    assert x.shape == (4, 3)
+    assert x[:2].cpu().tolist() == [[0] * 3, [2] * 3]
+    first, second = x[:1], x[1:2]
+    first.copy_(second)
+    assert x[0].cpu().tolist() == [2] * 3
+
+
+def modules_and_optimizers_step_alike() -> None:
+    for make in (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    ):
+        here = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 2))
+        there = copy.deepcopy(here).to(DEVICE)
+        optimizers = make(here.parameters()), make(there.parameters())
+        for seed in range(3):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+            here(x).square().sum().backward()
+            there(x.to(DEVICE)).square().sum().backward()
+            for model in (here, there):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        _require_same("parameters", list(there.parameters()), list(here.parameters()))
+
+
+def a_language_model_trains_alike() -> None:
+    model = Model(family="qwen2", units=2, lora_rank=2)
+    here: Any = build_model(small_case(shape=(1,), model=model))
+    there = copy.deepcopy(here).to(DEVICE)
+    ids = torch.arange(4).view(2, 2)
+    losses = (
+        here(input_ids=ids, labels=ids).loss,
+        there(input_ids=ids.to(DEVICE), labels=ids.to(DEVICE)).loss,
+    )
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == losses[1].item()
+    for name, parameter in here.named_parameters():
+        _require_same(name, there.get_parameter(name).grad, parameter.grad)
+
+
+def tensors_are_saved_and_pickled() -> None:
+    here = nn.Linear(3, 2)
+    there = copy.deepcopy(here).to(DEVICE)
+    file = io.BytesIO()
+    torch.save(there.state_dict(), file)
+    for where in (None, "cpu"):
+        file.seek(0)
+        loaded = torch.load(file, map_location=where)
+        assert {value.device.type for value in loaded.values()} == {where or DEVICE}
+        _require_same("saved", [v.to(DEVICE) for v in loaded.values()], list(here.parameters()))
+    _require_same("pickled", pickle.loads(pickle.dumps(there.weight)), here.weight)
+
+
+def distributed_checkpoints_are_written_and_read() -> None:
+    from torch.distributed import checkpoint
+
+    there = nn.Linear(3, 2).to(DEVICE)
+    kept = {name: value.cpu().clone() for name, value in there.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(there.state_dict(), checkpoint_id=folder, no_dist=True)
+        with torch.no_grad():
+            for parameter in there.parameters():
+                parameter.zero_()
+        checkpoint.load(there.state_dict(), checkpoint_id=folder, no_dist=True)
+    _require_same("loaded", list(there.state_dict().values()), list(kept.values()))
+
+
+def streams_and_events_are_there() -> None:
+    stream, event = _hpu().Stream(), _hpu().Event()
+    assert _hpu().current_stream() == _hpu().default_stream()
+    with _hpu().stream(stream):
+        assert _hpu().current_stream() == stream
+        assert event.record() is event
+    assert _hpu().current_stream() == _hpu().default_stream()
+    _hpu().current_stream().wait_event(event)
+    event.synchronize()
+    assert event.query()
+
+
+def random_numbers_are_those_of_the_cpu() -> None:
+    torch.manual_seed(3)
+    here = torch.randn(4), torch.rand(4), torch.randperm(5)
+    torch.manual_seed(3)
+    there = (
+        torch.randn(4, device=DEVICE),
+        torch.rand(4, device=DEVICE),
+        torch.randperm(5, device=DEVICE),
+    )
+    _require_same("random", there, here)
+
+
+def a_second_install_changes_nothing() -> None:
+    assert install() is install()
+    assert torch.accelerator.current_accelerator() == torch.device(DEVICE)
+
+
+def _hpu() -> Any:
+    return torch.get_device_module(DEVICE)
+
+
+def _copy(direction: Any, num_bytes: int, *, dtype: str = "Float", blocking: bool = True) -> Copy:
+    return Copy(
+        direction=direction, num_bytes=num_bytes, dtype=dtype, blocking=blocking, implicit=False
+    )
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+    if isinstance(value, torch.device):
+        return torch.device(DEVICE)
+    return value
+
+
+def _run(op: Any, arguments: Any) -> Any:
+    """The result, then the gradients of its sum where it has one."""
+    torch.manual_seed(1)
+    first, rest, keywords = arguments
+    result = op(first, *rest, **keywords)
+    outputs = [
+        value
+        for value in (result if isinstance(result, (tuple, list)) else [result])
+        if isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided
+    ]
+    if not outputs:
+        return result
+    leaves = [
+        value
+        for value in tree_leaves(arguments)
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    ]
+    total = sum(output.abs().sum() for output in outputs)
+    assert isinstance(total, Tensor)
+    return result, torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _require_same(what: str, got: Any, wanted: Any) -> None:
+    if isinstance(wanted, Tensor):
+        if wanted.layout != torch.strided:
+            return
+        assert isinstance(got, Tensor), what
+        assert got.device.type == DEVICE, f"{what}: the result is on {got.device}"
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), what
+        ours, theirs = (
+            value.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .reshape(-1)
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)
+            for value in (got, wanted)
+        )
+        assert torch.equal(ours, theirs), f"{what}: {got} is not {wanted}"
+    elif isinstance(wanted, (tuple, list)):
+        assert len(got) == len(wanted), what
+        for one, other in zip(got, wanted, strict=True):
+            _require_same(what, one, other)
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    operators_compute_what_the_cpu_does,
+    operands_on_two_devices_are_refused,
+    copies_are_in_the_ledger,
+    implicit_copies_are_in_the_ledger,
+    copies_name_their_site,
+    memory_is_counted_to_the_byte,
+    a_storage_resized_to_nothing_is_freed,
+    memory_that_nobody_wrote_is_poison,
+    a_full_device_raises_as_a_gpu_does,
+    data_can_be_exchanged_across_devices,
+    in_place_out_and_resize_reach_the_tensor_itself,
+    modules_and_optimizers_step_alike,
+    a_language_model_trains_alike,
+    tensors_are_saved_and_pickled,
+    distributed_checkpoints_are_written_and_read,
+    streams_and_events_are_there,
+    random_numbers_are_those_of_the_cpu,
+    a_second_install_changes_nothing,
+)
+
+
+def main() -> None:
+    """Run every check; a failure does not keep the next one from running."""
+    warnings.simplefilter("ignore")
+    try:
+        install()
+    except AcceleratorError as error:
+        sys.stdout.write(json.dumps({"refused": str(error)}))
+        return
+    found = {}
+    for check in CHECKS:
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception:  # noqa: BLE001  each is told
+            found[check.__name__] = traceback.format_exc()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

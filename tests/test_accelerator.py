@@ -1,0 +1,87 @@
+"""The simulated device, in a process of its own: one that has installed it keeps it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_engine.contract.errors import AcceleratorError
+from fsdp_engine.world.accelerator import build
+from tests.accelerator_checks import CHECKS
+
+NO_COMPILER = "needs a C++ compiler"
+
+
+@functools.cache
+def _outcomes() -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.accelerator_checks"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_device(check: object) -> None:
+    outcomes = _outcomes()
+    if NO_COMPILER in outcomes.get("refused", ""):
+        pytest.skip(outcomes["refused"])
+    assert outcomes[getattr(check, "__name__", "")] == ""
+
+
+def test_a_missing_compiler_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(AcceleratorError, match=re.escape(NO_COMPILER)) as raised:
+        build.load()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "device.cpp"
+    source.write_text("this is no C++\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCE", source)
+    with pytest.raises(AcceleratorError, match=r"could not be built:\n.*device\.cpp:1"):
+        build.load()
+    assert not build.library_path().exists()
+
+
+def test_the_library_is_kept_by_torch_and_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "device.cpp"
+    source.write_text("one\n")
+    monkeypatch.setattr(build, "SOURCE", source)
+    first = build.library_path()
+    source.write_text("two\n")
+    assert build.library_path() != first
+
+
+def test_a_process_that_asked_for_its_accelerator_is_refused() -> None:
+    code = (
+        "import torch; torch.accelerator.is_available()\n"
+        "from fsdp_engine.world.accelerator.device import install\n"
+        "install()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    if NO_COMPILER in done.stderr:
+        pytest.skip("no compiler")
+    assert "install it first" in done.stderr
