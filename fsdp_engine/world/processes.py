@@ -36,14 +36,12 @@ class RankProcess:
 class Zygote:
     """A running zygote of this process, or, with `process` None, a fork of another process's.
 
-    `address` is where other processes may `join`. `ready` once it has imported what it needs,
-    `gone` once it is known to have ended.
+    `address` is where other processes may `join`. `gone` once it is known to have ended.
     """
 
     process: subprocess.Popen[bytes] | None
     control: socket.socket
     address: str
-    ready: bool = False
     gone: bool = False
     exit_codes: dict[int, int] = field(default_factory=dict)
     _pending: bytes = b""
@@ -91,7 +89,6 @@ class Zygote:
             self._await("ready", timeout_s=START_TIMEOUT_S)
         except TimeoutError as error:
             raise WorldError("the process that forks ranks does not answer") from error
-        self.ready = True
 
     def stop(self) -> None:
         """End the zygote, and with it every rank it forked."""
@@ -99,8 +96,6 @@ class Zygote:
         self.control.close()
         if self.process is None:
             return
-        if not self.ready:
-            self.process.kill()  # it would go on importing
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -146,16 +141,8 @@ def zygote() -> Zygote:
     if running is not None and running.process is not None and running.process.poll() is not None:
         running.gone = True
     if running is None or running.gone:
-        running = prepare()
-    if not running.ready:
-        _await_start(running)
-    return running
-
-
-def prepare() -> Zygote:
-    """Start this process's zygote and leave it importing; `zygote` waits for it."""
-    running = _start()
-    _keep(running)
+        running = _start()
+        _keep(running)
     return running
 
 
@@ -211,18 +198,15 @@ def _start() -> Zygote:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return Zygote(process=process, control=here, address=address)
-
-
-def _await_start(started: Zygote) -> None:
+    started = Zygote(process=process, control=here, address=address)
     try:
         started.await_ready()
     except WorldError as error:
-        assert started.process is not None
-        started.process.kill()
-        code = started.process.wait()
+        process.kill()
+        code = process.wait()
         started.stop()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
+    return started
 
 
 def _line(request: object) -> bytes:
