@@ -53,11 +53,13 @@ def listening_addresses(pids: list[int]) -> list[str]:
 
 
 CONTROLLER = """
+import signal
 import sys
 from fsdp_engine.world import processes
 from fsdp_engine.world.pool import WorldPool
 from tests.world_cases import world_case
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 for address in sys.argv[1:]:
     processes.join(address)
 pool = WorldPool("tests.engines.misbehaving:Hangs", case_timeout_s=600.0)
