@@ -33,12 +33,12 @@ def _outcomes() -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_device(check: object) -> None:
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_device(name: str) -> None:
     outcomes = _outcomes()
     if NO_COMPILER in outcomes.get("refused", ""):
         pytest.skip(outcomes["refused"])
-    assert outcomes[getattr(check, "__name__", "")] == ""
+    assert outcomes[name] == ""
 
 
 def test_a_missing_compiler_is_told_in_one_line(

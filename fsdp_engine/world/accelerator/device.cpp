@@ -45,7 +45,6 @@ struct Memory {
   size_t live = 0;
   size_t peak = 0;
   size_t capacity = 0;  // 0: no limit
-  size_t allocations = 0;
 
   void take(void* data, size_t size) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -53,7 +52,6 @@ struct Memory {
     sizes[data] = size;
     live += size;
     peak = std::max(peak, live);
-    ++allocations;
   }
 
   void refuse_beyond_capacity(size_t size) const {
@@ -231,8 +229,7 @@ struct HPUHooks final : at::HPUHooksInterface {
   }
   // The CPU's numbers: what is drawn on the device is what would be drawn on the host.
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    auto generator = at::detail::createCPUGenerator();
-    return generator;
+    return at::detail::createCPUGenerator();
   }
 };
 
@@ -251,6 +248,17 @@ bool on_device(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
+// A tensor of that backend over `storage`, seen as `like` is.
+at::Tensor over(c10::Storage storage, c10::DispatchKey backend, const at::Tensor& like) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(backend), like.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(
+      like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) result._set_conj(true);
+  if (like.is_neg()) result._set_neg(true);
+  return result;
+}
+
 // The same memory as a CPU tensor. Holds the device's storage alive.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
@@ -260,13 +268,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
       c10::Device(c10::kCPU));
   auto host = c10::Storage(
       c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), nullptr, false);
-  auto result = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(
-      tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.is_conj()) result._set_conj(true);
-  if (tensor.is_neg()) result._set_neg(true);
-  return result;
+  return over(std::move(host), c10::DispatchKey::CPU, tensor);
 }
 
 // A CPU kernel's result as a device tensor: its memory changes hands, nothing is copied.
@@ -286,13 +288,7 @@ at::Tensor adopt(const at::Tensor& result) {
   at::DataPtr data(host.mutable_data(), adopted, &release_adopted, kDevice);
   auto storage = c10::Storage(
       c10::Storage::use_byte_size_t(), host.nbytes(), std::move(data), &allocator, true);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::HPU), result.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
-      result.sizes(), result.strides(), result.storage_offset());
-  if (result.is_conj()) tensor._set_conj(true);
-  if (result.is_neg()) tensor._set_neg(true);
-  return tensor;
+  return over(std::move(storage), c10::DispatchKey::HPU, result);
 }
 
 // ---------------------------------------------------------------- kernels of the device's own
@@ -482,6 +478,23 @@ bool takes_host_operands(const c10::OperatorName& name) {
   return std::find(names.begin(), names.end(), name.name) != names.end();
 }
 
+// Exchanges the tensors of an argument or a result, in lists too.
+template <typename Exchange>
+void replace_tensors(c10::IValue& value, const Exchange& exchange) {
+  if (value.isTensor()) {
+    value = exchange(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorList()) list.push_back(exchange(tensor));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& item : value.toListRef())
+      list.push_back(item.isNone() ? std::nullopt : std::make_optional(exchange(item.toTensor())));
+    value = list;
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size();
@@ -490,18 +503,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool names_device = false;
   for (size_t i = first; i < stack->size(); ++i) {
     auto& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = aliases.of(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(aliases.of(tensor));
-      value = list;
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const auto& item : value.toListRef())
-        list.push_back(item.isNone() ? std::nullopt : std::make_optional(aliases.of(item.toTensor())));
-      value = list;
-    } else if (value.isDevice() && value.toDevice().type() == kType) {
+    replace_tensors(value, [&](const at::Tensor& tensor) { return aliases.of(tensor); });
+    if (value.isDevice() && value.toDevice().type() == kType) {
       value = c10::Device(c10::kCPU);
       names_device = true;
     }
@@ -514,16 +517,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool to_device = aliases.has_device || names_device;
   for (auto& pair : aliases.pairs) Aliases::settle(pair.first, pair.second);
   if (!to_device) return;
-  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
-    auto& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = aliases.back(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(aliases.back(tensor));
-      value = list;
-    }
-  }
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
+    replace_tensors(
+        (*stack)[i], [&](const at::Tensor& tensor) { return aliases.back(tensor); });
 }
 
 TORCH_LIBRARY_IMPL(_, HPU, m) {
@@ -617,7 +613,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   prefer_kernels_of_the_cpu();
   m.def("memory_allocated", [] { return counted(&Memory::live); });
   m.def("max_memory_allocated", [] { return counted(&Memory::peak); });
-  m.def("num_allocations", [] { return counted(&Memory::allocations); });
   m.def("capacity", [] { return counted(&Memory::capacity); });
   m.def("reset_peak_memory", [] {
     std::lock_guard<std::mutex> lock(memory().mutex);

@@ -5,6 +5,7 @@ Checked on torch 2.13. The device takes torch's name `hpu`, see `device.cpp`.
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Iterator
@@ -18,8 +19,6 @@ from fsdp_engine.world.accelerator import build
 from fsdp_engine.world.accelerator.ledger import Ledger
 
 DEVICE_TYPE = "hpu"
-BACKEND = "cpu:gloo,hpu:gloo"
-"""What to start a process group with: gloo is handed the device's memory, called CPU."""
 
 
 class Stream(torch.Stream):
@@ -85,36 +84,31 @@ class Accelerator:
             self._extension.set_capacity(before or 0)
 
 
-_installed: list[Accelerator] = []
-
-
+@functools.cache
 def install() -> Accelerator:
     """Make the device known to torch in this process, for good; a second call changes nothing.
 
     Raises:
         AcceleratorError: the process sees a real device, or the extension cannot be built.
     """
-    if not _installed:
-        if hasattr(torch, DEVICE_TYPE):
-            raise AcceleratorError("this process has a real hpu: the simulated one would hide it")
-        for kind in (torch.cuda, torch.xpu, torch.mps):
-            if kind.is_available():
-                raise AcceleratorError(
-                    f"this process sees a real device ({kind.__name__}); start it where none is "
-                    "visible"
-                )
-        accelerator = Accelerator(build.load())
-        module = _module(accelerator)
-        torch._register_device_module(DEVICE_TYPE, module)  # type: ignore[no-untyped-call]  # so in torch
-        if not torch.accelerator.is_available():
-            # torch asks once and remembers.
+    if hasattr(torch, DEVICE_TYPE):
+        raise AcceleratorError("this process has a real hpu: the simulated one would hide it")
+    for kind in (torch.cuda, torch.xpu, torch.mps):
+        if kind.is_available():
             raise AcceleratorError(
-                "this process has asked torch for its accelerator before the simulated one was "
-                "there; install it first"
+                f"this process sees a real device ({kind.__name__}); start it where none is visible"
             )
-        _add_streams(module)
-        _installed.append(accelerator)
-    return _installed[0]
+    accelerator = Accelerator(build.load())
+    module = _module(accelerator)
+    torch._register_device_module(DEVICE_TYPE, module)  # type: ignore[no-untyped-call]  # so in torch
+    if not torch.accelerator.is_available():
+        # torch asks once and remembers.
+        raise AcceleratorError(
+            "this process has asked torch for its accelerator before the simulated one was there; "
+            "install it first"
+        )
+    _add_streams(module)
+    return accelerator
 
 
 def _module(accelerator: Accelerator) -> Any:
