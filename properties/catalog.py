@@ -50,6 +50,9 @@ PROPERTIES: dict[str, str] = {
     "export-matches-oracle": "properties.checks.export:match_oracle",
     "staged-export-equals-unstaged": "properties.checks.export:staged_equals_unstaged",
     "export-changes-nothing": "properties.checks.export:changes_nothing",
+    "device-memory-matches-oracle": "properties.checks.device:memory_matches",
+    "device-copies-are-needed": "properties.checks.device:copies_are_needed",
+    "device-order-is-kept": "properties.checks.device:order_is_kept",
 }
 
 

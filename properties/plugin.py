@@ -119,6 +119,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     suite: Suite = marker.args[0]
     session = metafunc.config.stash[SESSION]
+    if suite.on_device and session.device == DEVICES[0]:
+        needs = pytest.mark.skip(reason="not applicable: it shows on a device alone (--device sim)")
+        metafunc.parametrize("row", [pytest.param(None, id="no-device", marks=needs)])
+        return
     items: Sequence[Axes | Case]
     if session.cases is None:
         items = suite.items(session.profile, strategies=session.strategies)

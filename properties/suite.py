@@ -40,7 +40,13 @@ class Search:
 
 
 class Suite(Protocol):
-    """What a suite is run over, one test each: rows to draw cases in, or cases of a table."""
+    """What a suite is run over, one test each: rows to draw cases in, or cases of a table.
+
+    `on_device`: it judges what shows on a device alone.
+    """
+
+    @property
+    def on_device(self) -> bool: ...
 
     def items(
         self, profile: Profile, *, strategies: Collection[str] = ()
@@ -56,6 +62,7 @@ class _Rows:
     where: RowFilter
     main: bool
     given: bool
+    on_device: bool
 
     def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
@@ -73,6 +80,7 @@ class _Rows:
 class _Table:
     cases: Callable[[], tuple[Case, ...]]
     overrides: bool
+    on_device: bool = False
 
     def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Case, ...]:  # noqa: ARG002  tables ask about no strategy
         return spread(self.cases(), count=profile.table_cases)
@@ -87,11 +95,13 @@ def over_rows(
     where: RowFilter = lambda _: True,
     main: bool = False,
     given: bool = True,
+    on_device: bool = False,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
     `main` takes as many rows as the profile allows a suite at all. With `given` False the suite
-    takes no cases given by the user: another one of the same property does.
+    takes no cases given by the user: another one of the same property does. `on_device` is for what
+    the host alone cannot show.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
 
@@ -103,7 +113,7 @@ def over_rows(
             else:
                 _search(test, draw(row), judge, search)
 
-        return _as_suite(test, run, _Rows(where=where, main=main, given=given))
+        return _as_suite(test, run, _Rows(where=where, main=main, given=given, on_device=on_device))
 
     return decorate
 

@@ -87,9 +87,9 @@ def _flat_ranges(
     own = torch.tensor([bound for p in flat.values() for bound in (p.start, p.stop)], device=device)
     gathered = own.new_empty(dist.get_world_size(group) * len(own))
     dist.all_gather_into_tensor(gathered, own, group=group)
-    bounds = gathered.view(-1, len(flat), 2)
+    bounds = gathered.view(-1, len(flat), 2).tolist()
     return {
-        name: [(int(start), int(stop)) for start, stop in bounds[:, index]]
+        name: [(start, stop) for start, stop in (of_rank[index] for of_rank in bounds)]
         for index, name in enumerate(flat)
     }
 

@@ -92,10 +92,18 @@ class Recorder:
         return self._device.memory() - self._elsewhere
 
     def place(self) -> tuple[str, int] | None:
-        """Phase and micro-batch of what the engine does now; None where it is the driver's turn."""
+        """Phase and micro-batch of what the engine does now; None where it is the driver's turn.
+
+        What is done between the passes belongs to the action's own phase, not to the pass before.
+        """
         if self.phase in ("build", "other"):
             return None
-        return self._now(), self._num_forwards - 1
+        phase = self.phase
+        if self._in_forward:
+            phase = "forward"
+        elif in_backward() and self._num_forwards:
+            phase = "backward"
+        return phase, self._num_forwards - 1
 
     def take(self) -> tuple[tuple[Collective, ...], tuple[Residency, ...]]:
         """What was recorded since the last call."""

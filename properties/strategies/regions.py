@@ -40,6 +40,11 @@ def sometimes_used(row: Axes) -> bool:
     return row.kind in OPTIONAL_KINDS and many_ranks(row)
 
 
+def with_predicted_bytes(row: Axes) -> bool:
+    """Models of which every part is used and trained."""
+    return row.adapter == "plain" and row.kind not in OPTIONAL_KINDS
+
+
 def two_ranks(row: Axes) -> bool:
     """The smallest world of more than one rank, for what is the same on every mesh."""
     return row.mesh == "line2"

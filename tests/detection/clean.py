@@ -187,7 +187,7 @@ def _taking(case: Case) -> list[str]:
 
 def _rows(test: SuiteTest) -> bool:
     items = test.suite.items(PROFILES["smoke"])
-    return bool(items) and isinstance(items[0], Axes)
+    return bool(items) and isinstance(items[0], Axes) and not test.suite.on_device
 
 
 def _row(test: SuiteTest, chosen: numpy.random.Generator, engine: str) -> Axes | None:

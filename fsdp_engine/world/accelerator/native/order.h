@@ -184,7 +184,17 @@ class Order {
   void allocated(const void* data) {
     if (!on()) return;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    blocks_[data] = Block{current_stream(), std::nullopt, {}, {}};
+    auto stream = current_stream();
+    auto& seen = seen_[stream];
+    join(seen, host_);
+    auto loose = std::move(loose_[stream]);
+    loose_.erase(stream);
+    for (const auto& [user, tick] : loose)
+      if (!passed(seen, user, tick))
+        races_.push_back(
+            "memory of stream " + std::to_string(stream) + " is freed and used again while stream " +
+            std::to_string(user) + " uses it");
+    blocks_[data] = Block{stream, std::nullopt, {}, {}};
   }
 
   void used_by(const void* data, c10::StreamId stream) {
@@ -192,7 +202,7 @@ class Order {
     block_of(data).recorded.insert(stream);
   }
 
-  // Memory goes back to the stream it was allocated on, which may use it again at once.
+  // Memory goes back to the stream it was allocated on, whose next allocation may be the same.
   void freed(const void* data) {
     if (!on()) return;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -200,11 +210,8 @@ class Order {
     if (found == blocks_.end()) return;
     const auto& block = found->second;
     for (const auto& [user, tick] : block.uses)
-      if (user != block.owner && !block.recorded.count(user) &&
-          !passed(seen_[block.owner], user, tick) && !passed(host_, user, tick))
-        races_.push_back(
-            "memory of stream " + std::to_string(block.owner) + " is freed while stream " +
-            std::to_string(user) + " uses it");
+      if (user != block.owner && !block.recorded.count(user))
+        join(loose_[block.owner], {{user, tick}});
     blocks_.erase(found);
   }
 
@@ -231,6 +238,7 @@ class Order {
     seen_.clear();
     host_.clear();
     blocks_.clear();
+    loose_.clear();
     arrivals_.clear();
     departures_.clear();
     races_.clear();
@@ -262,6 +270,7 @@ class Order {
   std::unordered_map<c10::StreamId, Clock> seen_;
   Clock host_;
   std::unordered_map<const void*, Block> blocks_;
+  std::unordered_map<c10::StreamId, Clock> loose_;  // uses of memory that a stream got back
   Transfers arrivals_, departures_;
   std::vector<std::string> races_;
 };

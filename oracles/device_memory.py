@@ -1,0 +1,77 @@
+"""What one rank's device holds at rest, between the passes and at most, in bytes.
+
+For torch's two wrappers and models without optional or frozen parts. At rest there are the local
+parts of parameters with their padding, buffers, and what the optimizer keeps of every trainable
+element. Gradients that were reduced take as much as the parameters of their units.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation
+from fsdp_engine.workload.models import build_model
+from oracles.sharding import (
+    ITEM_SIZE,
+    ParameterLayout,
+    flat_elements,
+    per_parameter_elements,
+    unit_layouts,
+)
+
+MOMENTS = {"sgd": 0, "adamw": 2}
+"""Slots of an optimizer's state as large as the parameter. Step counters are on the host."""
+
+OWN_NUMBERS = 16
+"""Bytes of numbers that an engine may keep for itself; FSDP1 keeps a zero to begin its norm with."""
+
+
+def is_predicted(case: Case, numerics: Numerics) -> bool:
+    """Whether the functions below speak of the case."""
+    model = case.model
+    plain = model.optional == "none" and model.frozen == "none" and not model.lora_rank
+    acts = all(action.kind in ("train", "infer", "export") for action in case.program)
+    return bool(numerics.semantics) and plain and acts
+
+
+def at_rest(case: Case, numerics: Numerics) -> int:
+    """Parameters and buffers of a rank, as they are after the build."""
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in build_model(case).buffers())
+    return parameter_bytes(case, numerics) + buffers
+
+
+def parameter_bytes(case: Case, numerics: Numerics) -> int:
+    """A rank's parts of all parameters, with padding; reduced gradients take as much."""
+    elements = sum(_elements(case, numerics, unit.parameters) for unit in unit_layouts(case))
+    return elements // case.mesh.shards * ITEM_SIZE[numerics.storage]
+
+
+def optimizer_bytes(case: Case, rank: RankObservation) -> int:
+    """The moments of a rank's elements, once the optimizer has stepped. They have no padding."""
+    return MOMENTS[case.optimizer.kind] * sum(map(_size, rank.initial))
+
+
+def batch_bytes(case: Case, batch: int, rank: int, indices: tuple[int, ...]) -> int:
+    """At most what one micro-batch itself takes while Python holds all of it.
+
+    Its inputs, targets and masks, the module's output, that in fp32, the losses per token before
+    and after masking, and four scalars; eight bytes for each.
+    """
+    sequences = case.batches[batch].ranks[rank]
+    tokens = len(indices) * max(sequences[index].length for index in indices)
+    wide = 1 if case.model.takes_tokens else case.model.width
+    per_token = wide + 2 + case.model.vocab * 3 + 3
+    return 8 * (tokens * per_token + len(indices) + 4)
+
+
+def _elements(case: Case, numerics: Numerics, parameters: tuple[ParameterLayout, ...]) -> int:
+    if numerics.semantics == "fsdp1":
+        return flat_elements(parameters, case.mesh.shards, numerics.compute)
+    return per_parameter_elements(parameters, case.mesh.shards)
+
+
+def _size(part: LocalArray) -> int:
+    if part.data is None:
+        return 0
+    return math.prod(part.data.shape) * ITEM_SIZE[part.data.dtype]

@@ -1,0 +1,25 @@
+"""Memory, copies and the order of work on a device that is not the host."""
+
+from __future__ import annotations
+
+from fsdp_engine.contract.case import Case
+from properties.checks import device
+from properties.judge import Judge
+from properties.strategies.cases import exporting_cases, inferring_cases, stepping_cases
+from properties.strategies.regions import with_predicted_bytes
+from properties.suite import over_rows
+
+
+@over_rows(stepping_cases, where=with_predicted_bytes, on_device=True)
+def test_memory(case: Case, judge: Judge) -> None:
+    judge(device.memory_matches, case)
+
+
+@over_rows(exporting_cases, on_device=True)
+def test_copies(case: Case, judge: Judge) -> None:
+    judge(device.copies_are_needed, case)
+
+
+@over_rows(inferring_cases, on_device=True)
+def test_order(case: Case, judge: Judge) -> None:
+    judge(device.order_is_kept, case)
