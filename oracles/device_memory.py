@@ -24,7 +24,7 @@ MOMENTS = {"sgd": 0, "adamw": 2}
 """Slots of an optimizer's state as large as the parameter. Step counters are on the host."""
 
 OWN_NUMBERS = 16
-"""Bytes of numbers that an engine may keep for itself; FSDP1 keeps a zero to begin its norm with."""
+"""Bytes of numbers an engine may keep for itself: FSDP1 keeps a zero that its norm begins with."""
 
 
 def is_predicted(case: Case, numerics: Numerics) -> bool:

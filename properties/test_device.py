@@ -6,7 +6,7 @@ from fsdp_engine.contract.case import Case
 from properties.checks import device
 from properties.judge import Judge
 from properties.strategies.cases import exporting_cases, inferring_cases, stepping_cases
-from properties.strategies.regions import with_predicted_bytes
+from properties.strategies.regions import many_ranks, with_predicted_bytes
 from properties.suite import over_rows
 
 
@@ -20,6 +20,6 @@ def test_copies(case: Case, judge: Judge) -> None:
     judge(device.copies_are_needed, case)
 
 
-@over_rows(inferring_cases, on_device=True)
+@over_rows(inferring_cases, where=many_ranks, on_device=True)
 def test_order(case: Case, judge: Judge) -> None:
     judge(device.order_is_kept, case)

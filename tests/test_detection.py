@@ -30,7 +30,7 @@ SEARCHES = [
 @pytest.mark.parametrize(("fault", "name"), SEARCHES)
 def test_fault_is_found(fault: Fault, name: str, tmp_path: Path) -> None:
     items = items_of(name, DEFAULT, first=fault.can_show)
-    with WorldPool(fault.engine) as pool:
+    with WorldPool(fault.engine, device=fault.device) as pool:
         watch = Watch(run=pool)
         found = search(items, watch, Searching(profile=DEFAULT, seed=0, root=tmp_path))
     assert found is not None

@@ -103,7 +103,9 @@ def measure(
     """Search for a fault with each of its properties and seeds; shrink what the first one finds."""
     finds: list[Find] = []
     minimal: Minimal | None = None
-    with WorldPool(fault.engine, case_timeout_s=profile.case_timeout_s) as pool:
+    with WorldPool(
+        fault.engine, case_timeout_s=profile.case_timeout_s, device=fault.device
+    ) as pool:
         for seed in seeds:
             for name in fault.found_by:
                 find, place = _find(name, pool, seed=seed, profile=profile)

@@ -15,7 +15,7 @@ class Fault:
     bug of the same kind as `owner/repository#number`; `sensitivity` for an error chosen for its
     size, `textbook` for one that is too common to have a report of its own. Every property of
     `found_by` must find it by itself. `shows_in` are values of main axes, outside of which it
-    cannot show; it says only where to look first.
+    cannot show; it says only where to look first. `device` is what ranks compute on.
     """
 
     engine: str
@@ -23,6 +23,7 @@ class Fault:
     source: str
     found_by: tuple[str, ...]
     shows_in: tuple[tuple[str, frozenset[str]], ...] = ()
+    device: str = "cpu"
 
     @property
     def name(self) -> str:

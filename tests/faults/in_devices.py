@@ -1,0 +1,46 @@
+"""Faults that a device alone shows. They are searched on the simulated one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.faults.fault import Fault, fault
+
+MEMORY = "device-memory-matches-oracle"
+COPIES = "device-copies-are-needed"
+ORDER = "device-order-is-kept"
+
+
+def _on_device(kind: str, name: str, source: str, *found_by: str, **shows_in: str) -> Fault:
+    planted = fault(kind, f"on_device:{name}", source, *found_by, **shows_in)
+    return replace(planted, device="sim")
+
+
+IN_DEVICES: tuple[Fault, ...] = (
+    # memory that stays
+    _on_device(
+        "memory", "NotFreedAfterBackward", "pytorch/pytorch#149029", MEMORY, strategy="fsdp2"
+    ),
+    _on_device("memory", "OutputsKept", "verl-project/verl#6699", MEMORY),
+    _on_device("memory", "MetricsKeepGraphs", "verl-project/verl#6984", MEMORY),
+    _on_device("memory", "InputsKept", "verl-project/verl#6698", MEMORY),
+    _on_device("memory", "GradientBuffersKept", "textbook", MEMORY),
+    _on_device("memory", "WeightsKeptTwice", "huggingface/accelerate#3482", MEMORY),
+    _on_device("memory", "MasterWeightsOnDevice", "huggingface/accelerate#3482", MEMORY),
+    # copies that nobody needs
+    _on_device("copies", "LossReadPerToken", "textbook", COPIES),
+    _on_device("copies", "NormReadPerParameter", "textbook", COPIES),
+    _on_device("copies", "CheckedInForward", "textbook", COPIES),
+    _on_device("copies", "ParametersVisitHost", "verl-project/verl#7005", COPIES),
+    _on_device("copies", "ExportedThroughHost", "verl-project/verl#7005", COPIES),
+    _on_device("copies", "StagedWithoutNeed", "verl-project/verl#7005", COPIES),
+    _on_device("copies", "SmallTensorsLeftOnHost", "textbook", "export-matches-oracle"),
+    # work out of order
+    _on_device("order", "StepDoesNotWait", "ByteDance-Seed/VeOmni#419", ORDER),
+    _on_device("order", "LossReadBeforeItArrived", "facebookresearch/fairscale#496", ORDER),
+    _on_device("order", "InputsDoNotWait", "textbook", ORDER),
+    _on_device("order", "ExportDoesNotWait", "verl-project/verl#7347", ORDER),
+    _on_device("order", "StagingBufferReused", "deepspeedai/DeepSpeed#7965", ORDER),
+    _on_device("order", "GradientsScaledAside", "pytorch/pytorch#115710", ORDER),
+    _on_device("order", "FreedWhileInUse", "meta-pytorch/torchtune#1867", ORDER),
+)
