@@ -6,7 +6,7 @@ first name. A parameter that no wrapper manages is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One parameter's local part: `data` and `grad` have the local shape."""
+    """One parameter's local part: `data` and `grad` have the local shape.
+
+    `offset` is where the part begins in `parameter` where that is a flat one of many parts.
+    """
 
     name: str
     full_shape: tuple[int, ...]
@@ -32,6 +35,7 @@ class _Part:
     parameter: Tensor
     data: Tensor
     grad: Tensor | None
+    offset: int | None = None
 
 
 def parameter_shards(module: nn.Module) -> Iterator[LocalShard]:
@@ -58,6 +62,8 @@ def state_shards(
         for slot in slots:
             value = state.get(slot)
             local = value._local_tensor if isinstance(value, DTensor) else value
+            if local is not None and slot != "step":
+                local = _of_part(part, local)
             if slot == "step":
                 yield (
                     slot,
@@ -76,6 +82,33 @@ def write_shards(module: nn.Module, parameters: Iterable[LocalShard]) -> None:
             assert target is not None
             assert shard.data is not None
             target.copy_(shard.data)
+
+
+@torch.no_grad()
+def write_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Exchange the optimizer's state for this: parameter name to slot to this rank's elements.
+
+    A parameter that is not named has none afterwards. So it is where FSDP1 leaves a rank without an
+    element of a parameter: no gradient reaches it there, and no step.
+    """
+    optimizer.state.clear()
+    for part in _parts(module):
+        if part.name not in state or not (part.data.numel() or isinstance(part.parameter, DTensor)):
+            continue
+        own = optimizer.state[part.parameter]
+        for slot, value in state[part.name].items():
+            if slot == "step":
+                own[slot] = value.reshape(()).clone()
+                continue
+            if slot not in own:
+                own[slot] = torch.zeros_like(part.parameter)
+            whole = own[slot]
+            target = whole._local_tensor if isinstance(whole, DTensor) else whole
+            _of_part(part, target).copy_(value.view(part.data.shape))
 
 
 def plain_name(name: str) -> str:
@@ -108,6 +141,14 @@ def fsdp2_records(module: FSDPModule) -> list[Any]:
     """FSDP2's own records of the parameters that this unit shards."""
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     return [record for group in groups for record in group.fsdp_params]
+
+
+def _of_part(part: _Part, tensor: Tensor) -> Tensor:
+    """The part's elements of a tensor like its parameter."""
+    if part.offset is None:
+        return tensor
+    elements = tensor[part.offset : part.offset + part.data.numel()]
+    return elements.view(part.data.shape)
 
 
 def _shard(part: _Part, data: Tensor | None) -> LocalShard:
@@ -202,6 +243,7 @@ def _flat_parts(handle: Any, prefix: str) -> Iterator[_Part]:
             parameter=flat if flat._params is None else flat._params[index],
             data=data.view(shape) if whole else data,
             grad=grad if grad is None else grad.reshape(shape if whole else (-1,)),
+            offset=offset if flat._params is None else None,
         )
 
 
