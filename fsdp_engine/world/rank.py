@@ -28,7 +28,7 @@ from fsdp_engine.torch_private.caches import forget_meshes
 from fsdp_engine.world import wire
 from fsdp_engine.world.collective_log import CollectiveLog
 from fsdp_engine.world.driver import drive
-from fsdp_engine.world.paths import REPORT, REPORTED, log_path, stack_path
+from fsdp_engine.world.paths import REPORT, REPORTED, files_path, log_path, stack_path
 from fsdp_engine.world.recorder import Recorder, Tap
 from fsdp_engine.world.registry import load_engine
 
@@ -103,7 +103,11 @@ def _run(
         numerics = engine.numerics(case) if rank == 0 else None
         _join(command.store, case, rank)
         tap.listener = recorder
-        context = RankContext(rank=rank, world_size=case.mesh.world_size)
+        context = RankContext(
+            rank=rank,
+            world_size=case.mesh.world_size,
+            directory=str(files_path(command.store)),
+        )
         observation = drive(engine, case, context, recorder)
     except BaseException as error:
         return _failed(error, num_collectives=recorder.num_collectives)

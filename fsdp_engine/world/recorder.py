@@ -60,6 +60,7 @@ class Recorder:
 
     def __init__(self, mesh: Mesh, rank: int, log: CollectiveLog) -> None:
         self.phase: Phase = "build"
+        self._rank = rank
         self._axes = _axes(mesh, rank)
         self._log = log
         self._collectives: list[Collective] = []
@@ -70,6 +71,10 @@ class Recorder:
         self._after_backward = False
         self._in_pass = False
         self.num_collectives = 0
+
+    def move(self, mesh: Mesh) -> None:
+        """Go on with a module on another mesh of the same ranks."""
+        self._axes = _axes(mesh, self._rank)
 
     def take(self) -> tuple[tuple[Collective, ...], tuple[Residency, ...]]:
         """What was recorded since the last call."""
