@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.faults.in_batches import IN_BATCHES
+from tests.faults.in_checkpoints import IN_CHECKPOINTS
 from tests.faults.in_setup import IN_SETUP
 from tests.faults.in_steps import IN_STEPS
 
-FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP)
+FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_CHECKPOINTS)
 """Every fault; those of one class are neighbours."""
