@@ -30,6 +30,6 @@ def test_save_changes_nothing(case: Case, judge: Judge) -> None:
     judge(checkpoint.save_changes_nothing, case)
 
 
-@over_rows(rejecting_cases, where=saved_on_few_ranks)
+@over_rows(rejecting_cases, where=saved_on_many_ranks)
 def test_damaged_is_refused(case: Case, judge: Judge) -> None:
     judge(checkpoint.damaged_is_refused, case)

@@ -23,41 +23,41 @@ from fsdp_engine.contract.actions import (
 )
 from properties.strategies.programs import Program, Setting, renumbered
 
-_DAMAGES: tuple[Damage, ...] = ("truncated", "flipped", "missing", "foreign")
+_DAMAGES: tuple[Damage, ...] = ("flipped", "missing", "truncated", "foreign")
 _STRATEGIES: tuple[Literal["fsdp2", "fsdp1"], ...] = ("fsdp2", "fsdp1")
 
 
 def resuming(_: Setting) -> SearchStrategy[Program]:
     """Steps that are lost between a checkpoint and its resume, into the trainee or a new one."""
-    resumes = st.booleans().map(lambda fresh: Resume(fresh=fresh))
+    resumes = st.booleans().map(lambda fresh: [Resume(fresh=fresh)])
     return _programs(resumes)
 
 
 def resharding(_: Setting) -> SearchStrategy[Program]:
     """The same, into a trainee by any strategy on any mesh of as many ranks."""
     strategies = st.sampled_from(_STRATEGIES)
-    return _programs(strategies.map(lambda name: Resume(fresh=True, strategy=name)))
+    return _programs(strategies.map(lambda name: [Resume(fresh=True, strategy=name)]))
 
 
 def saving(_: Setting) -> SearchStrategy[Program]:
     """Checkpoints between training actions, without a resume."""
-    return _programs(st.just(Save()))
+    return _programs(st.just([Save()]))
 
 
 def rejecting(_: Setting) -> SearchStrategy[Program]:
     """Damaged checkpoints that must not be loaded."""
-    damages = st.sampled_from(_DAMAGES)
-    return _programs(st.builds(Reject, damage=damages, file=st.integers(0, 3)))
+    one = st.builds(Reject, damage=st.sampled_from(_DAMAGES), file=st.sampled_from((1, 2, 0)))
+    return _programs(st.lists(one, min_size=1, max_size=4, unique=True))
 
 
 @st.composite
-def _programs(draw: DrawFn, second: SearchStrategy[Action]) -> Program:
-    """Steps, a save, steps, `second`, steps. In half of them another save lies before."""
+def _programs(draw: DrawFn, second: SearchStrategy[Sequence[Action]]) -> Program:
+    """Steps, a save, steps, `second`, steps; in half of them another save lies before."""
     actions: list[Action] = []
     if draw(st.booleans(), label="a checkpoint before"):
         actions += [*draw(_STEPS), Save()]
     actions += [*draw(_STEPS), Save(max_to_keep=draw(st.sampled_from((0, 1, 2)), label="kept"))]
-    actions += [*draw(_STEPS), draw(second, label="second"), *draw(_STEPS)]
+    actions += [*draw(_STEPS), *draw(second, label="second"), *draw(_STEPS)]
     return renumbered(actions)
 
 

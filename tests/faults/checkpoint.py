@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_engine.adapters import reference as adapter
+from fsdp_engine.contract.errors import CheckpointError
 from fsdp_engine.contract.protocol import LocalShard
 from fsdp_engine.engine import checkpoint, checkpoint_files, checkpoint_plan
-from fsdp_engine.engine.checkpoint import Held, Loaded, Manifest, Ready
+from fsdp_engine.engine.checkpoint import Held, Loaded, Ready
+from fsdp_engine.engine.checkpoint_files import Manifest
 from fsdp_engine.engine.checkpoint_plan import Interval
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.torch_private.shards import write_shards, write_state
@@ -226,9 +228,7 @@ class _ChecksAfterwards(FsdpEngine):
     def load(self, path: str | Path) -> Loaded:
         loaded = super().load(path)
         manifest = checkpoint_files.read_manifest(loaded.path)
-        checkpoint.agreed(
-            lambda: _require_digests(loaded.path, manifest, manifest.files) or loaded.path
-        )
+        _require_digests(loaded.path, manifest, manifest.files)
         return loaded
 
 
@@ -244,7 +244,7 @@ class CheckedAfterLoading(Planted):
 def _whatever_is_there(key: str, interval: Interval, found: object) -> list[Any]:
     try:
         return _read_items(key, interval, found)
-    except checkpoint.CheckpointError:
+    except CheckpointError:
         return []
 
 
