@@ -24,10 +24,7 @@ WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One parameter's local part: `data` and `grad` have the local shape.
-
-    `offset` is where the part begins in `parameter` where that is a flat one of many parts.
-    """
+    """One parameter's local part: `data` and `grad` have the local shape."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -35,7 +32,6 @@ class _Part:
     parameter: Tensor
     data: Tensor
     grad: Tensor | None
-    offset: int | None = None
 
 
 def parameter_shards(module: nn.Module) -> Iterator[LocalShard]:
@@ -62,8 +58,6 @@ def state_shards(
         for slot in slots:
             value = state.get(slot)
             local = value._local_tensor if isinstance(value, DTensor) else value
-            if local is not None and slot != "step":
-                local = _of_part(part, local)
             if slot == "step":
                 yield (
                     slot,
@@ -104,11 +98,9 @@ def write_state(
             if slot == "step":
                 own[slot] = value.reshape(()).clone()
                 continue
-            if slot not in own:
-                own[slot] = torch.zeros_like(part.parameter)
-            whole = own[slot]
+            whole = own[slot] = torch.zeros_like(part.parameter)
             target = whole._local_tensor if isinstance(whole, DTensor) else whole
-            _of_part(part, target).copy_(value.view(part.data.shape))
+            target.copy_(value.view(part.data.shape))
 
 
 def plain_name(name: str) -> str:
@@ -141,14 +133,6 @@ def fsdp2_records(module: FSDPModule) -> list[Any]:
     """FSDP2's own records of the parameters that this unit shards."""
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     return [record for group in groups for record in group.fsdp_params]
-
-
-def _of_part(part: _Part, tensor: Tensor) -> Tensor:
-    """The part's elements of a tensor like its parameter."""
-    if part.offset is None:
-        return tensor
-    elements = tensor[part.offset : part.offset + part.data.numel()]
-    return elements.view(part.data.shape)
 
 
 def _shard(part: _Part, data: Tensor | None) -> LocalShard:
@@ -243,7 +227,6 @@ def _flat_parts(handle: Any, prefix: str) -> Iterator[_Part]:
             parameter=flat if flat._params is None else flat._params[index],
             data=data.view(shape) if whole else data,
             grad=grad if grad is None else grad.reshape(shape if whole else (-1,)),
-            offset=offset if flat._params is None else None,
         )
 
 
