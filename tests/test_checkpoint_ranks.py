@@ -150,7 +150,7 @@ def test_what_is_not_of_this_engine_is_refused_with_its_reason(tmp_path: Path) -
     expected = {
         "another width": "model/layers.0.up.weight is float32 (4, 3); legal is float32 (5, 3)",
         "fewer units": "lacks ['model/head.bias'",
-        "another dtype": "is float64 (3,); legal is float32 (3,)",
+        "another dtype": "is float64 (4, 3); legal is float32 (4, 3)",
         "another optimizer": "optimizer SGD; legal is AdamW",
         "a slot is missing": "lacks ['optimizer/step/head.bias']",
         "a name too many": "optimizer state of other, which is no parameter",

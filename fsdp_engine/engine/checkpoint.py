@@ -9,7 +9,7 @@ parameters train, and the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,15 @@ from fsdp_engine.contract.errors import CheckpointError, ConfigError
 from fsdp_engine.engine import checkpoint_files as files
 from fsdp_engine.engine import checkpoint_plan as plan
 from fsdp_engine.engine.agreement import agreed, gathered, on_first_rank, share
+from fsdp_engine.engine.checkpoint_contents import (
+    BUFFER,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    require_model,
+    require_optimization,
+    require_random,
+)
 from fsdp_engine.engine.checkpoint_files import FileInfo, Manifest, ScheduleInfo, TensorInfo
 from fsdp_engine.engine.checkpoint_plan import Interval, interval_of
 from fsdp_engine.engine.export import ExportEntry
@@ -31,9 +40,6 @@ from fsdp_engine.torch_private.shards import (
     write_shards,
     write_state,
 )
-
-MODEL, BUFFER, OPTIMIZER, RANDOM = "model/", "buffer/", "optimizer/", "random/"
-"""What the keys of a checkpoint begin with; an optimizer's go on with slot and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +205,7 @@ def _random_key(device_type: str) -> str:
 
 def _manifest(held: Held, folder: Path, intervals: Mapping[str, Interval]) -> Manifest:
     """Of what all ranks have written, which is on disk when this returns. A collective call."""
-    own = {key: _info(interval) for key, interval in intervals.items()}
+    own = _infos(intervals.items())
     described = agreed(lambda: _synced(folder))
     tensors: dict[str, TensorInfo] = {}
     digests: dict[str, FileInfo] = {}
@@ -237,60 +243,12 @@ def _sound(held: Held, folder: Path) -> Manifest:
     manifest = files.read_manifest(folder)
     files.require_files(folder, manifest)
     files.require_digests(folder, manifest, share(sorted(manifest.files)))
-    _require_tensors(held, folder, manifest)
-    if held.optimization is not None:
-        _require_optimization(held.optimization, folder, manifest)
+    require_model(folder, manifest, _infos(_present(replace(held, optimization=None))))
+    if (own := held.optimization) is not None:
+        groups = len(own.schedule.base_lrs)
+        require_optimization(folder, manifest, name=own.name, slots=own.slots, groups=groups)
+    require_random(folder, manifest, _infos(_random(held)))
     return manifest
-
-
-def _require_tensors(held: Held, folder: Path, manifest: Manifest) -> None:
-    wanted = {key: _info(interval) for key, interval in _present(replace(held, optimization=None))}
-    found = {key: i for key, i in manifest.tensors.items() if key.startswith((MODEL, BUFFER))}
-    if found.keys() != wanted.keys():
-        missing, foreign = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
-        raise CheckpointError(
-            f"{folder}: another model: it lacks {missing or 'nothing'} and has {foreign or 'no'} "
-            "tensors that the engine has not"
-        )
-    _require_same(folder, found, wanted)
-
-
-def _require_optimization(own: Optimization, folder: Path, manifest: Manifest) -> None:
-    if manifest.optimizer != own.name:
-        raise CheckpointError(
-            f"{folder}: optimizer {manifest.optimizer or 'none'}; legal is {own.name}, the engine's"
-        )
-    groups, rates = len(own.schedule.base_lrs), manifest.schedule
-    if rates is None or {len(rates.base_lrs), len(rates.lrs)} != {groups}:
-        raise CheckpointError(f"{folder}: no schedule of {groups} parameter groups")
-    found = {key: i for key, i in manifest.tensors.items() if key.startswith(OPTIMIZER)}
-    wanted: dict[str, TensorInfo] = {}
-    number = TensorInfo(shape=(), dtype="float32")
-    for parameter in {key.split("/", 2)[-1] for key in found}:
-        info = manifest.tensors.get(MODEL + parameter)
-        if info is None:
-            raise CheckpointError(
-                f"{folder}: optimizer state of {parameter}, which is no parameter"
-            )
-        for slot in own.slots:
-            wanted[f"{OPTIMIZER}{slot}/{parameter}"] = number if slot == "step" else info
-    if found.keys() != wanted.keys():
-        missing, foreign = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
-        raise CheckpointError(
-            f"{folder}: optimizer state lacks {missing}, and has {foreign} beside"
-        )
-    _require_same(folder, found, wanted)
-
-
-def _require_same(
-    folder: Path, found: Mapping[str, TensorInfo], wanted: Mapping[str, TensorInfo]
-) -> None:
-    for key, info in wanted.items():
-        if found[key] != info:
-            raise CheckpointError(
-                f"{folder}: {key} is {found[key].dtype} {found[key].shape}; legal is "
-                f"{info.dtype} {info.shape}, the engine's"
-            )
 
 
 def _wanted(held: Held, manifest: Manifest) -> Iterator[tuple[str, Interval]]:
@@ -340,5 +298,8 @@ def _whole(tensor: Tensor) -> Interval:
     return Interval(shape=tuple(tensor.shape), start=0, data=data)
 
 
-def _info(interval: Interval) -> TensorInfo:
-    return TensorInfo(shape=interval.shape, dtype=str(interval.data.dtype).removeprefix("torch."))
+def _infos(intervals: Iterable[tuple[str, Interval]]) -> dict[str, TensorInfo]:
+    return {
+        key: TensorInfo(shape=interval.shape, dtype=str(interval.data.dtype).removeprefix("torch."))
+        for key, interval in intervals
+    }

@@ -17,6 +17,7 @@ from fsdp_engine.contract.errors import CheckpointError
 from fsdp_engine.contract.protocol import LocalShard
 from fsdp_engine.engine import checkpoint, checkpoint_files, checkpoint_plan
 from fsdp_engine.engine.checkpoint import Held, Loaded, Ready
+from fsdp_engine.engine.checkpoint_contents import RANDOM
 from fsdp_engine.engine.checkpoint_files import Manifest
 from fsdp_engine.engine.checkpoint_plan import Interval
 from fsdp_engine.engine.engine import FsdpEngine
@@ -146,7 +147,7 @@ class SavedInBf16(Planted):
 class RandomOfFirstRank(Planted):
     """One random state is saved, and all ranks go on with it."""
 
-    exchanged = ((checkpoint, "_random_key", lambda device: f"{checkpoint.RANDOM}0/{device}"),)
+    exchanged = ((checkpoint, "_random_key", lambda device: f"{RANDOM}0/{device}"),)
 
 
 class RandomNotLoaded(Planted):
