@@ -84,6 +84,7 @@ class Judge:
     repro_folder: Path
     known_issues: tuple[KnownIssue, ...]
     hangs: Hangs
+    device: str = "cpu"
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
@@ -151,7 +152,9 @@ class Judge:
                 _climb(verdict.margin, name)
                 return None
         path = repro_path(self.repro_folder, case, name)
-        message = failure_message(case, verdict, name=name, engine=self.engine, path=path)
+        message = failure_message(
+            case, verdict, name=name, engine=self.engine, device=self.device, path=path
+        )
         return _Failure(kind=failure_class(name, how), message=message)
 
     def _keep_only(self, name: str, case: Case) -> None:
@@ -159,7 +162,9 @@ class Judge:
 
         A search ends by judging its smallest case once more, so its files are the ones that stay.
         """
-        path = write_repro(self.repro_folder, case, property_id=name, engine=self.engine)
+        path = write_repro(
+            self.repro_folder, case, property_id=name, engine=self.engine, device=self.device
+        )
         before = self._kept.get(name, path)
         if before != path:
             remove_repro(before)
@@ -222,7 +227,9 @@ class Judge:
         return None
 
 
-def failure_message(case: Case, verdict: Verdict, *, name: str, engine: str, path: Path) -> str:
+def failure_message(
+    case: Case, verdict: Verdict, *, name: str, engine: str, path: Path, device: str = "cpu"
+) -> str:
     """The verdict, the worst of what is wrong, the case as source, its file, the command last."""
     shown = verdict.mismatches[:MAX_MISMATCHES]
     more = len(verdict.mismatches) - len(shown)
@@ -235,7 +242,8 @@ def failure_message(case: Case, verdict: Verdict, *, name: str, engine: str, pat
     lines += [
         f"@example(case={source_of(case)})",
         f"case file: {path}",
-        f"python -m properties.replay {path} --engine {engine}",
+        f"python -m properties.replay {path} --engine {engine}"
+        + (f" --device {device}" if device != "cpu" else ""),
     ]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import pytest
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import CaseError, WorldError
+from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
 from properties import profiles
 from properties.covering import Axes
@@ -45,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("PROFILE", "default"),
         help=f"how much to judge: {', '.join(profiles.PROFILES)} (env: PROFILE)",
     )
+    group.addoption(
+        "--device",
+        default=os.environ.get("DEVICE", DEVICES[0]),
+        help=f"what ranks compute on: {', '.join(DEVICES)} (env: DEVICE)",
+    )
     group.addoption("--report-json", type=Path, metavar="FILE", help="write the report here")
     group.addoption(
         "--cases",
@@ -61,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     workerinput: dict[str, Any] = getattr(config, "workerinput", {})
     if WORKER_ZYGOTE in workerinput:
         with contextlib.suppress(WorldError):  # then the worker starts its own when it needs one
-            processes.join(workerinput[WORKER_ZYGOTE])
+            processes.join(workerinput[WORKER_ZYGOTE], config.stash[SESSION].device)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -98,7 +104,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_SEED] = session.seed
     node.workerinput[WORKER_STRATEGIES] = list(session.strategies)
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
-    node.workerinput[WORKER_ZYGOTE] = processes.zygote().address
+    node.workerinput[WORKER_ZYGOTE] = processes.zygote(session.device).address
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -153,6 +159,7 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
     judging = Judge(
         worlds=session.worlds,
         engine=session.engine,
+        device=session.device,
         repro_folder=Path(".repro"),
         known_issues=KNOWN_ISSUES,
         hangs=session.hangs,

@@ -47,10 +47,10 @@ _POLICIES: dict[Dtype, DtypePolicy] = {
 _MODEL = Model(family="embedding", units=2, width=40, hidden=72, vocab=37, bias=True)
 
 
-def probe() -> dict[str, str]:
-    """Run the probe; empty where replay can be relied on in every dtype."""
+def probe(device: str = "cpu") -> dict[str, str]:
+    """Run the probe on a device; empty where replay can be relied on in every dtype."""
     found: dict[str, str] = {}
-    with WorldPool(PROBE_ENGINE) as pool:
+    with WorldPool(PROBE_ENGINE, device=device) as pool:
         for dtype, case in probe_cases().items():
             try:
                 mismatch = first_difference(case, pool(case))

@@ -21,6 +21,7 @@ from fsdp_engine.contract.errors import (
     FsdpPropertiesError,
     UnsupportedCase,
 )
+from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import Verdict
 from properties.catalog import PROPERTIES, load_check
@@ -43,13 +44,13 @@ class Replayed:
     reason: str
 
 
-def replay(case: Case, *, property_id: str, engine: str) -> Replayed:
+def replay(case: Case, *, property_id: str, engine: str, device: str = "cpu") -> Replayed:
     """Judge the case once in a fresh world; what fails, only by what the probe confirms."""
     try:
         check = load_check(property_id)
-        with WorldPool(engine, case_timeout_s=CASE_TIMEOUT_S) as pool:
+        with WorldPool(engine, case_timeout_s=CASE_TIMEOUT_S, device=device) as pool:
             verdict = ending_of(check, case, pool.fresh).verdict
-            if verdict.outcome == "fail" and (unreplayable := probe()):
+            if verdict.outcome == "fail" and (unreplayable := probe(device)):
                 probed = ProbedRun(pool.fresh, unreplayable)
                 verdict = ending_of(check, case, probed).verdict
             return _replayed(verdict)
@@ -64,9 +65,10 @@ def replay(case: Case, *, property_id: str, engine: str) -> Replayed:
         return Replayed(status="ERROR", reason=reason)
 
 
-def replay_text(text: str, *, property_id: str, engine: str) -> int:
+def replay_text(text: str, *, property_id: str, engine: str, device: str = "cpu") -> int:
     """Judge the case in `text`, print one line, and return the exit code. For repro scripts."""
-    return _print_replayed("case", _replay_text(text, property_id=property_id, engine=engine))
+    replayed = _replay_text(text, property_id=property_id, engine=engine, device=device)
+    return _print_replayed("case", replayed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m properties.replay", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="CASE.json|FOLDER")
     parser.add_argument("--engine", default=os.environ.get("ENGINE", DEFAULT_ENGINE))
+    parser.add_argument("--device", choices=DEVICES, default=os.environ.get("DEVICE", DEVICES[0]))
     parser.add_argument("--property", default="", help="judge by this one, not the file's own")
     options = parser.parse_args(arguments)
     worst = 0
@@ -83,12 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, UnicodeDecodeError, CaseError) as error:
             replayed = Replayed(status="ERROR", reason=_one_line(error))
         else:
-            replayed = _replay_text(text, property_id=options.property, engine=options.engine)
+            replayed = _replay_text(
+                text, property_id=options.property, engine=options.engine, device=options.device
+            )
         worst = max(worst, _print_replayed(str(path), replayed))
     return worst
 
 
-def _replay_text(text: str, *, property_id: str, engine: str) -> Replayed:
+def _replay_text(text: str, *, property_id: str, engine: str, device: str) -> Replayed:
     """`property_id` empty: the one the file names."""
     try:
         read = read_case_file(text)
@@ -102,7 +107,7 @@ def _replay_text(text: str, *, property_id: str, engine: str) -> Replayed:
         legal = ", ".join(sorted(PROPERTIES))
         reason = f"property: {chosen!a} is unknown; legal are {legal}, or another by --property"
         return Replayed(status="ERROR", reason=reason)
-    return replay(read.case, property_id=chosen, engine=engine)
+    return replay(read.case, property_id=chosen, engine=engine, device=device)
 
 
 def _replayed(verdict: Verdict) -> Replayed:

@@ -106,17 +106,19 @@ def remove_repro(path: Path) -> None:
         path.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def write_repro(folder: Path, case: Case, *, property_id: str, engine: str) -> Path:
+def write_repro(
+    folder: Path, case: Case, *, property_id: str, engine: str, device: str = "cpu"
+) -> Path:
     """Write the case file and, beside it, the script; the path of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     path = repro_path(folder, case, property_id)
     path.write_text(case_file_text(case, property_id), encoding="utf-8")
-    script = _script(case, property_id=property_id, engine=engine)
+    script = _script(case, property_id=property_id, engine=engine, device=device)
     path.with_suffix(".py").write_text(script, encoding="utf-8")
     return path
 
 
-def _script(case: Case, *, property_id: str, engine: str) -> str:
+def _script(case: Case, *, property_id: str, engine: str, device: str) -> str:
     fields = encode(case)
     lines = [f'"{name}": {json.dumps(value)}' for name, value in fields.items()]
     text = "{" + ",\n ".join(lines) + "}"
@@ -130,6 +132,7 @@ def _script(case: Case, *, property_id: str, engine: str) -> str:
         paths=paths,
         property_repr=repr(property_id),
         engine_repr=repr(engine),
+        device_repr=repr(device),
     )
 
 
@@ -148,10 +151,11 @@ from properties.replay import replay_text
 
 PROPERTY = {property_repr}
 ENGINE = {engine_repr}
+DEVICE = {device_repr}
 CASE = r"""
 {case}
 """
 
 if __name__ == "__main__":
-    sys.exit(replay_text(CASE, property_id=PROPERTY, engine=ENGINE))
+    sys.exit(replay_text(CASE, property_id=PROPERTY, engine=ENGINE, device=DEVICE))
 '''

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.errors import CaseError, FsdpPropertiesError
+from fsdp_engine.contract.errors import AcceleratorError, CaseError, FsdpPropertiesError
+from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
 from properties.judge import Hangs
 from properties.outcome import Worlds
@@ -40,6 +41,7 @@ class Session:
 
     def __init__(self, config: pytest.Config) -> None:
         self.engine: str = config.getoption("--engine")
+        self.device = _device(config.getoption("--device"))
         self.profile = _profile(config.getoption("--profile"))
         self.cases, self.broken_cases = _given_cases(config.getoption("--cases"))
         self.is_worker = hasattr(config, "workerinput")
@@ -55,7 +57,9 @@ class Session:
     def worlds(self) -> Worlds:
         """The engine's worlds, started when first asked for."""
         if self._pool is None:
-            self._pool = WorldPool(self.engine, case_timeout_s=self.profile.case_timeout_s)
+            self._pool = WorldPool(
+                self.engine, case_timeout_s=self.profile.case_timeout_s, device=self.device
+            )
         return ProbedWorlds(self._pool, self.unreplayable) if self.unreplayable else self._pool
 
     def close(self) -> None:
@@ -68,21 +72,24 @@ class Session:
         """Ask the engine for its versions, probe the machine and start the report.
 
         Raises:
-            pytest.UsageError: the engine's name leads nowhere or its import raises, so that a bad
-                name ends the session before a single test.
+            pytest.UsageError: the engine's name leads nowhere, its import raises or the device
+                cannot be had, so that a bad name ends the session before a single test.
         """
         try:
             capabilities = self.worlds.tables().capabilities
+        except AcceleratorError as error:
+            self.close()
+            raise pytest.UsageError(f"--device {self.device}: {error}") from error
         except FsdpPropertiesError as error:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
         self.strategies = capabilities.strategies
-        self.unreplayable = probe()
+        self.unreplayable = probe(self.device)
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()
         self.report = Report(
             engine=self.engine,
-            device="cpu",
+            device=self.device,
             versions=capabilities.versions | tools,
             profile=self.profile.name,
             seed=self.seed,
@@ -127,6 +134,12 @@ def _profile(name: str) -> Profile:
     if name not in PROFILES:
         raise pytest.UsageError(f"--profile: {name!r} is unknown; legal are {', '.join(PROFILES)}")
     return PROFILES[name]
+
+
+def _device(name: str) -> str:
+    if name not in DEVICES:
+        raise pytest.UsageError(f"--device: {name!r} is unknown; legal are {', '.join(DEVICES)}")
+    return name
 
 
 def _inherited(config: pytest.Config) -> dict[str, Any]:

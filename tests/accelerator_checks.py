@@ -26,7 +26,8 @@ from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model
 from fsdp_engine.world.accelerator.device import install
-from fsdp_engine.world.accelerator.ledger import Copy
+from fsdp_engine.world.accelerator.ledger import Copy, site
+from tests import schedule_checks
 from tests.small_cases import small_case
 
 DEVICE = "hpu"
@@ -125,13 +126,13 @@ def implicit_copies_are_in_the_ledger() -> None:
 def copies_name_their_site() -> None:
     ledger = install().ledger
     ledger.take()
-    with ledger.with_sites():
+    with ledger.labelled(site):
         torch.ones(2).to(DEVICE)
     torch.ones(2).to(DEVICE)
     sited, other = ledger.take()
-    assert "accelerator_checks.py" in sited.site
-    assert sited.site.endswith("in copies_name_their_site")
-    assert other.site == ""
+    assert "accelerator_checks.py" in sited.label
+    assert sited.label.endswith("in copies_name_their_site")
+    assert other.label == ""
 
 
 def memory_is_counted_to_the_byte() -> None:
@@ -391,6 +392,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     streams_and_events_are_there,
     random_numbers_are_those_of_the_cpu,
     a_second_install_changes_nothing,
+    *schedule_checks.CHECKS,
 )
 
 

@@ -34,9 +34,10 @@ Plan: TypeAlias = tuple[tuple[int, ...], ...]
 class PlainTrainee:
     """What both wrappers share: the training loop, the optimizer, the batch's arithmetic."""
 
-    def __init__(self, module: nn.Module, case: Case) -> None:
+    def __init__(self, module: nn.Module, case: Case, device: torch.device) -> None:
         self.module = module
         self.case = case
+        self.device = device
         options = case.optimizer
         kind = torch.optim.SGD if options.kind == "sgd" else torch.optim.AdamW
         self.optimizer = kind(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)
@@ -59,11 +60,11 @@ class PlainTrainee:
         self.optimizer.zero_grad()
 
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
-        counts = self.counts = count_loss(batch)
-        plan = plan_micro_batches(batch, self.case.engine.planning)
+        counts = self.counts = count_loss(batch, self.device)
+        plan = plan_micro_batches(batch, self.case.engine.planning, self.device)
         total = 0.0
         for number, indices in enumerate(plan):
-            micro_batch = batch.select(indices)
+            micro_batch = batch.select(indices).to(self.device)
             synced = not self.case.engine.deferred or number == len(plan) - 1
             with self.gradient_sync(enabled=synced):
                 output = self.module(**module_arguments(self.case, micro_batch.inputs))
@@ -95,7 +96,7 @@ class PlainTrainee:
     def metrics(self) -> dict[str, float]:
         if self.counts is None:
             return {}
-        total = torch.tensor(self.total, dtype=torch.float64)
+        total = torch.tensor(self.total, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return {
             "loss": total.item() / self.counts.num_ranks,
@@ -132,7 +133,7 @@ class PlainTrainee:
 
     @torch.no_grad()
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
-        everything = batch.select(range(len(batch)))
+        everything = batch.select(range(len(batch))).to(self.device)
         return loss(self.module(**module_arguments(self.case, everything.inputs)), everything)
 
 
@@ -156,18 +157,18 @@ class LossCounts:
     num_sequences: int
 
 
-def count_loss(batch: LocalBatch) -> LossCounts:
+def count_loss(batch: LocalBatch, device: torch.device) -> LossCounts:
     """The global counts, by one all-reduce of two integers."""
     tokens = batch.loss_tokens
-    counts = torch.tensor([sum(tokens), sum(count > 0 for count in tokens)])
+    counts = torch.tensor([sum(tokens), sum(count > 0 for count in tokens)], device=device)
     dist.all_reduce(counts)
-    num_tokens, num_sequences = map(int, counts)
+    num_tokens, num_sequences = map(int, counts.tolist())
     return LossCounts(
         num_ranks=dist.get_world_size(), num_tokens=num_tokens, num_sequences=num_sequences
     )
 
 
-def plan_micro_batches(batch: LocalBatch, planning: Planning) -> Plan:
+def plan_micro_batches(batch: LocalBatch, planning: Planning, device: torch.device) -> Plan:
     """Sequence indices per micro-batch, the same number of micro-batches on all ranks.
 
     A token budget gives the largest number that any rank needs to stay within it, but not more
@@ -177,9 +178,9 @@ def plan_micro_batches(batch: LocalBatch, planning: Planning) -> Plan:
         return _chunks(len(batch), planning.sequences)
     groups = _group_lengths(batch.lengths, planning.group)
     needed = len(_greedy(groups, planning.max_tokens))
-    agreed = torch.tensor([needed, -len(groups)])
+    agreed = torch.tensor([needed, -len(groups)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    most_needed, minus_shortest = map(int, agreed)
+    most_needed, minus_shortest = map(int, agreed.tolist())
     parts = _split(groups, min(most_needed, -minus_shortest), planning.max_tokens)
     return _sequences_of(parts, planning.group)
 

@@ -86,7 +86,7 @@ class TorchFsdp1:
             device_id=torch.device(rank.device),
             use_orig_params=True,
         )
-        return Fsdp1Trainee(module, case)
+        return Fsdp1Trainee(module, case, torch.device(rank.device))
 
 
 class TorchFsdp2:
@@ -124,7 +124,7 @@ class TorchFsdp2:
         # None: the root's backward follows its forward at once, so torch keeps it gathered.
         options["reshard_after_forward"] = None if case.engine.reshard_after_forward else False
         fully_shard(model, **options)
-        return Fsdp2Trainee(model, case)
+        return Fsdp2Trainee(model, case, torch.device(rank.device))
 
 
 class Fsdp1Trainee(PlainTrainee):
@@ -200,7 +200,7 @@ def _mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
 
 def _device_mesh(case: Case, rank: RankContext) -> DeviceMesh:
     axes = ("shard",) if case.mesh.ndim == 1 else ("replicate", "shard")
-    return init_device_mesh(rank.device, case.mesh.shape, mesh_dim_names=axes)
+    return init_device_mesh(torch.device(rank.device).type, case.mesh.shape, mesh_dim_names=axes)
 
 
 def _fsdp2_policy(policy: DtypePolicy) -> MixedPrecisionPolicy:

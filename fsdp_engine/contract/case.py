@@ -161,7 +161,11 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training run. `exact` asks for dyadic weights and data, so that sums are exact."""
+    """One training run.
+
+    `exact` asks for dyadic weights and data, so that sums are exact. With a `schedule`, a seed, a
+    device that has streams is asynchronous: what does not wait for other work finds poison or luck.
+    """
 
     mesh: Mesh = field(default_factory=Mesh)
     model: Model = field(default_factory=Model)
@@ -172,9 +176,12 @@ class Case:
     program: tuple[Action, ...] = (Train(),)
     exact: bool = False
     seed: int = 0
+    schedule: int | None = None
 
     def __post_init__(self) -> None:
         require_between("case.seed", self.seed, 0, (1 << 31) - 1)
+        if self.schedule is not None:
+            require_between("case.schedule", self.schedule, 0, (1 << 31) - 1)
         require_between("case.batches length", len(self.batches), 1, MAX_BATCHES)
         require_between("case.program length", len(self.program), 1, MAX_ACTIONS)
         for batch in self.batches:

@@ -92,6 +92,22 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One copy to, from or on a device, as one rank made it.
+
+    `implicit`: a single element was read, as `.item()` and comparisons do. `blocking` is what was
+    asked for. `micro_batch` as of `Collective`.
+    """
+
+    direction: Literal["host_to_device", "device_to_host", "device_to_device"]
+    num_bytes: int
+    blocking: bool
+    implicit: bool
+    phase: Phase
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
     """What one rank holds at one moment of a micro-batch, in bytes per parameter name.
 
@@ -99,6 +115,8 @@ class Residency:
     the parameters that are resident in full (on a shard axis of one: all of them).
     `retained_gradient_bytes` and `retained_parameter_bytes` are unsharded bytes kept by the
     wrapper: gradients waiting for their reduction, gathered parameters not yet freed.
+    `device_bytes` are all that the device holds, `device_peak` the most since the sample before;
+    both are zero on the host.
     """
 
     moment: Literal["after_forward", "after_backward"]
@@ -106,6 +124,8 @@ class Residency:
     unsharded: tuple[str, ...]
     retained_gradient_bytes: int
     retained_parameter_bytes: int
+    device_bytes: int = 0
+    device_peak: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +135,8 @@ class TrainRecord:
     `plan` has the rank's sequence indices per micro-batch. Without a step `norm` (before clipping)
     and `lr` (of the next step) are None; `clipped` (the gradients after the step), `parameters` and
     `optimizer_state` (slot to parts, both after the step) are empty. `metrics` are those that the
-    engine reports of the batch, by name.
+    engine reports of the batch, by name. `device_bytes` are held on the device before the action,
+    without gradients, and after it, with those that are left.
     """
 
     kind: Literal["train"] = "train"
@@ -132,6 +153,8 @@ class TrainRecord:
     clipped: tuple[LocalArray, ...] = ()
     optimizer_state: OptimizerState = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    copies: tuple[Copy, ...] = ()
+    device_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +194,7 @@ class ExportRecord:
     before: ModuleState
     after: ModuleState
     collectives: tuple[Collective, ...]
+    copies: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +273,8 @@ class Numerics:
 class RankObservation:
     """What one rank showed.
 
-    `initial` are the parameters before the first action, `training` is the root's mode then.
+    `initial` are the parameters before the first action, `training` is the root's mode then and
+    `built_bytes` what the device holds. `races` say what was used out of order under a schedule.
     """
 
     rank: int
@@ -257,6 +282,9 @@ class RankObservation:
     records: tuple[Record, ...]
     build_collectives: tuple[Collective, ...]
     training: bool = True
+    device: str = "cpu"
+    built_bytes: int = 0
+    races: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case, Scalar
@@ -32,10 +32,17 @@ class Capabilities:
     actions: tuple[str, ...]
 
 
+DeviceName: TypeAlias = Literal["cpu", "sim"]
+DEVICES: tuple[DeviceName, ...] = get_args(DeviceName)
+"""What ranks can compute on: the host, or the simulated accelerator."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """Where a trainee runs. The default process group spans exactly the case's ranks.
 
+    `device` is torch's name of the rank's device, with an index where there is one. Batches come on
+    the host.
     `directory` is a path for the case's checkpoints, the same on all ranks. Nothing is there yet,
     and what is put there is removed with the case.
     """

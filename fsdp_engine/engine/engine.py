@@ -202,7 +202,7 @@ class FsdpEngine:
     @torch.no_grad()
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
         """Per-token losses `[sequences, longest]` of the whole batch, in one forward."""
-        micro_batch = batch.select(range(len(batch)))
+        micro_batch = batch.select(range(len(batch))).to(self._device)
         try:
             output = self.module(**self._module_arguments(micro_batch.inputs))
             return loss(output, micro_batch)
@@ -277,7 +277,7 @@ class FsdpEngine:
     def _share(
         self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
     ) -> Tensor:
-        micro_batch = batch.select(indices)
+        micro_batch = batch.select(indices).to(self._device)
         output = self.module(**self._module_arguments(micro_batch.inputs))
         token_losses = loss(output, micro_batch)
         return normalise(token_losses, micro_batch.loss_mask, self._config.loss_agg_mode, counts)

@@ -193,7 +193,7 @@ def _agree(need: Need, device: torch.device) -> Need:
         device=device,
     )
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    most, minus_fewest, minus_groups, longest, remainder = map(int, extremes)
+    most, minus_fewest, minus_groups, longest, remainder = extremes.tolist()
     return Need(
         micro_batches=most,
         fewest=-minus_fewest,

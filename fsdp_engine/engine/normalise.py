@@ -29,7 +29,7 @@ def count(loss_tokens: tuple[int, ...], device: torch.device) -> GlobalCounts:
     """Counts over all ranks from the rank's loss tokens per sequence. One all-reduce."""
     counts = torch.tensor([sum(loss_tokens), sum(n > 0 for n in loss_tokens)], device=device)
     dist.all_reduce(counts)
-    num_tokens, num_sequences = map(int, counts)
+    num_tokens, num_sequences = map(int, counts.tolist())
     return GlobalCounts(
         num_ranks=dist.get_world_size(), num_tokens=num_tokens, num_sequences=num_sequences
     )

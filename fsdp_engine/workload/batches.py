@@ -46,9 +46,18 @@ class MicroBatch:
     loss_mask: Tensor
     indices: tuple[int, ...]
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+        return MicroBatch(
+            inputs={name: tensor.to(device) for name, tensor in self.inputs.items()},
+            targets=self.targets.to(device),
+            loss_mask=self.loss_mask.to(device),
+            indices=self.indices,
+        )
+
 
 class LocalBatch:
-    """One rank's sequences of a global batch."""
+    """One rank's sequences of a global batch, on the host."""
 
     def __init__(self, sequences: tuple[SequenceData, ...], *, takes_tokens: bool) -> None:
         self._sequences = sequences

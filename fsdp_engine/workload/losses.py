@@ -22,7 +22,7 @@ def token_loss(case: Case) -> TokenLoss:
 def squared(output: object, micro_batch: MicroBatch) -> Tensor:
     """Half the squared distance to the target, summed over the last dimension."""
     outputs = _outputs(output)
-    difference = outputs - micro_batch.targets.to(outputs.device, outputs.dtype)
+    difference = outputs - micro_batch.targets.to(outputs.dtype)
     return (difference * difference).sum(-1) * 0.5
 
 
@@ -30,7 +30,7 @@ def cross_entropy(output: object, micro_batch: MicroBatch) -> Tensor:
     """Negative log-likelihood of the target token."""
     outputs = _outputs(output)
     flat = functional.cross_entropy(
-        outputs.flatten(0, 1), micro_batch.targets.flatten().to(outputs.device), reduction="none"
+        outputs.flatten(0, 1), micro_batch.targets.flatten(), reduction="none"
     )
     return flat.view(outputs.shape[:2])
 

@@ -68,6 +68,8 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
     run = _Run(engine, case, rank, recorder)
     build_collectives, _ = recorder.take()
     initial, training = run.begin()
+    recorder.take_copies()
+    built_bytes = recorder.device_bytes()
     with run.watching:
         records = tuple(map(run.record, case.program))
     return RankObservation(
@@ -76,6 +78,8 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
         records=records,
         build_collectives=build_collectives,
         training=training,
+        device=rank.device,
+        built_bytes=built_bytes,
     )
 
 
@@ -187,6 +191,7 @@ class _Run:
         optimizer_state: OptimizerState = {}
         with recorder.during("other"), trainee.mode("train"):
             trainee.zero_grad()
+            before = recorder.device_bytes()
             with recorder.during("plan"):
                 losses = trainee.forward_backward(self._local(batch), loss)
             gradients = _arrays(trainee.gradients())
@@ -213,6 +218,8 @@ class _Run:
             clipped=clipped,
             optimizer_state=optimizer_state,
             metrics=metrics,
+            copies=recorder.take_copies(),
+            device_bytes=(before, recorder.device_bytes()),
         )
 
     def _infer(self, action: Infer) -> InferRecord:
@@ -226,15 +233,22 @@ class _Run:
         trainee, recorder = self._trainee, self._recorder
         before = _state(trainee)
         recorder.take()
+        recorder.take_copies()
         with recorder.during("export"):
-            tensors = tuple(
-                ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
-                for name, tensor in trainee.export(action)
-            )
+            tensors = tuple(self._exported(name, tensor) for name, tensor in trainee.export(action))
         collectives, _ = recorder.take()
+        copies = recorder.take_copies()
         return ExportRecord(
-            tensors=tensors, before=before, after=_state(trainee), collectives=collectives
+            tensors=tensors,
+            before=before,
+            after=_state(trainee),
+            collectives=collectives,
+            copies=copies,
         )
+
+    def _exported(self, name: str, tensor: Tensor) -> ExportedTensor:
+        with self._recorder.during("other"):
+            return ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
 
     def _interrupt(self, action: Interrupt) -> StateRecord:
         trainee, recorder = self._trainee, self._recorder
@@ -299,7 +313,9 @@ def _random_digest() -> str:
 
 def _copies(shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
     return tuple(
-        replace(shard, data=None if shard.data is None else shard.data.detach().clone())
+        replace(
+            shard, data=None if shard.data is None else shard.data.detach().to("cpu", copy=True)
+        )
         for shard in shards
     )
 

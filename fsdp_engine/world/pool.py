@@ -17,12 +17,13 @@ class WorldPool:
     """A `Run` over one warm world, as large as the largest case so far.
 
     A world that saw an exception, a death or a timeout is ended and replaced. `engine` is a
-    registered name or `package.module:Class`.
+    registered name or `package.module:Class`, `device` a name of `world.device`.
     """
 
-    def __init__(self, engine: str, *, case_timeout_s: float = 12.0) -> None:
+    def __init__(self, engine: str, *, case_timeout_s: float = 12.0, device: str = "cpu") -> None:
         self._engine = engine
         self._case_timeout_s = case_timeout_s
+        self._device = device
         self._warm: World | None = None
 
     def __call__(self, case: Case) -> Observation:
@@ -37,7 +38,7 @@ class WorldPool:
     @property
     def fresh(self) -> Run:
         """The same, every case in a world of its own."""
-        return _Fresh(engine=self._engine, case_timeout_s=self._case_timeout_s)
+        return _Fresh(engine=self._engine, case_timeout_s=self._case_timeout_s, device=self._device)
 
     def tables(
         self,
@@ -73,7 +74,12 @@ class WorldPool:
     def _world(self, size: int) -> World:
         if self._warm is None or self._warm.size < size:
             self.close()
-            self._warm = World(self._engine, size=size, case_timeout_s=self._case_timeout_s)
+            self._warm = World(
+                self._engine,
+                size=size,
+                case_timeout_s=self._case_timeout_s,
+                device=self._device,
+            )
         return self._warm
 
 
@@ -83,6 +89,7 @@ class _Fresh:
 
     engine: str
     case_timeout_s: float
+    device: str
 
     def __call__(self, case: Case) -> Observation:
         with self._world(case.mesh.world_size) as world:
@@ -98,4 +105,4 @@ class _Fresh:
             return world.tables(AskTables(mesh_shapes=mesh_shapes, strategies=strategies))
 
     def _world(self, size: int) -> World:
-        return World(self.engine, size=size, case_timeout_s=self.case_timeout_s)
+        return World(self.engine, size=size, case_timeout_s=self.case_timeout_s, device=self.device)

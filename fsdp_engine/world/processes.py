@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdp_engine.contract.errors import WorldError
+from fsdp_engine.contract.errors import AcceleratorError, WorldError
 
 START_TIMEOUT_S = 120.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -84,7 +84,10 @@ class Zygote:
             self.exit_code(pid, timeout_s=5.0)
 
     def await_ready(self) -> None:
-        """Wait until it has imported what it needs. Raises `WorldError` where that fails."""
+        """Wait until it has imported what it needs.
+
+        Raises `WorldError` where that fails, `AcceleratorError` where it cannot have its device.
+        """
         try:
             self._await("ready", timeout_s=START_TIMEOUT_S)
         except TimeoutError as error:
@@ -106,6 +109,8 @@ class Zygote:
     def _await(self, what: str, *, timeout_s: float) -> int:
         self.control.settimeout(timeout_s)
         while what not in (message := self._read()):
+            if "refused" in message:
+                raise AcceleratorError(str(message["refused"]))
             self._note(message)
         return message[what]
 
@@ -132,21 +137,26 @@ class Zygote:
         return message
 
 
-_running: dict[int, Zygote] = {}
+_running: dict[tuple[int, str], Zygote] = {}
 
 
-def zygote() -> Zygote:
-    """This process's zygote, started at the first call and ended with the process."""
-    running = _running.get(os.getpid())
+def zygote(device: str = "cpu") -> Zygote:
+    """This process's zygote for a device, started at the first call and ended with the process.
+
+    Raises:
+        WorldError: it does not start.
+        AcceleratorError: it cannot have the device.
+    """
+    running = _running.get((os.getpid(), device))
     if running is not None and running.process is not None and running.process.poll() is not None:
         running.gone = True
     if running is None or running.gone:
-        running = _start()
-        _keep(running)
+        running = _start(device)
+        _keep(running, device)
     return running
 
 
-def join(address: str) -> None:
+def join(address: str, device: str = "cpu") -> None:
     """Use a fork of the zygote of another process, which listens at `address`.
 
     Raises:
@@ -164,15 +174,15 @@ def join(address: str) -> None:
     except WorldError:
         control.close()
         raise
-    _keep(joined)
+    _keep(joined, device)
 
 
-def _keep(running: Zygote) -> None:
-    _running[os.getpid()] = running
+def _keep(running: Zygote, device: str) -> None:
+    _running[os.getpid(), device] = running
     atexit.register(running.stop)
 
 
-def _start() -> Zygote:
+def _start(device: str) -> Zygote:
     if INSIDE in os.environ:
         # Without this, a script that is imported by accident would start zygotes without end.
         raise WorldError("a rank, or the process that forks ranks, may not start worlds itself")
@@ -189,7 +199,7 @@ def _start() -> Zygote:
     }
     # Created with mode 0700: nobody else may connect.
     address = str(Path(tempfile.mkdtemp(prefix="fsdp-zygote-")) / "address")
-    arguments = [str(there.fileno()), address]
+    arguments = [str(there.fileno()), address, device]
     with there:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", *arguments],
@@ -201,6 +211,9 @@ def _start() -> Zygote:
     started = Zygote(process=process, control=here, address=address)
     try:
         started.await_ready()
+    except AcceleratorError:
+        started.stop()
+        raise
     except WorldError as error:
         process.kill()
         code = process.wait()

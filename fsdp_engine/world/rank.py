@@ -14,7 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.observation import RankObservation
 from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
 from fsdp_engine.torch_private.caches import forget_meshes
 from fsdp_engine.world import wire
 from fsdp_engine.world.collective_log import CollectiveLog
+from fsdp_engine.world.device import Device
 from fsdp_engine.world.driver import drive
 from fsdp_engine.world.paths import REPORT, REPORTED, files_path, log_path, stack_path
 from fsdp_engine.world.recorder import Recorder, Tap
@@ -47,7 +49,9 @@ def prepare() -> Tap:
     return Tap()
 
 
-def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Tap) -> None:
+def serve(
+    wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Tap, device: Device
+) -> None:
     """The whole life of a rank; returns at Stop and when the controller is gone."""
     stacks = stack_path(directory, rank).open("wb")
     threading.Thread(target=_watch, args=(wires.life, tap, stacks), daemon=True).start()
@@ -74,7 +78,8 @@ def serve(wires: Wires, *, directory: Path, rank: int, engine_name: str, tap: Ta
                 _answer_with(commands, _tables(engine, command))
             case wire.RunCase():
                 log.start_case()
-                _answer_with(commands, _run(engine, command, rank, tap, log))
+                recorder = Recorder(command.case.mesh, rank, log, device)
+                _answer_with(commands, _run(engine, command, tap, recorder, device))
             case wire.EndCase():
                 if dist.is_initialized():
                     dist.destroy_process_group()
@@ -92,28 +97,37 @@ def _answer_with(commands: socket.socket, reply: wire.Reply) -> None:
 
 
 def _run(
-    engine: Engine, command: wire.RunCase, rank: int, tap: Tap, log: CollectiveLog
+    engine: Engine, command: wire.RunCase, tap: Tap, recorder: Recorder, device: Device
 ) -> wire.Reply:
-    case = command.case
-    recorder = Recorder(case.mesh, rank, log)
+    case, rank = command.case, recorder.rank
     try:
         reason = _missing_action(engine, case) or engine.supports(case)
         if reason is not None:
             return wire.Unsupported(reason=reason)
         numerics = engine.numerics(case) if rank == 0 else None
-        _join(command.store, case, rank)
-        tap.listener = recorder
+        _join(command.store, case, rank, device)
         context = RankContext(
             rank=rank,
             world_size=case.mesh.world_size,
+            device=device.torch_name,
             directory=str(files_path(command.store)),
         )
-        observation = drive(engine, case, context, recorder)
+        with tap.listening(recorder):
+            observation = _observe(engine, case, context, recorder, device)
     except BaseException as error:
         return _failed(error, num_collectives=recorder.num_collectives)
-    finally:
-        tap.listener = None
     return wire.Done(numerics=numerics, observation=observation)
+
+
+def _observe(
+    engine: Engine, case: Case, context: RankContext, recorder: Recorder, device: Device
+) -> RankObservation:
+    with device.placing(recorder.place):
+        if case.schedule is None:
+            return drive(engine, case, context, recorder)
+        with device.scheduled(case.schedule) as races:
+            observation = drive(engine, case, context, recorder)
+    return replace(observation, races=tuple(races))
 
 
 def _missing_action(engine: Engine, case: Case) -> str | None:
@@ -124,10 +138,10 @@ def _missing_action(engine: Engine, case: Case) -> str | None:
     return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
 
 
-def _join(store: str, case: Case, rank: int) -> None:
+def _join(store: str, case: Case, rank: int, device: Device) -> None:
     world_size = case.mesh.world_size
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        device.backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
 
 

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_engine.contract.case import Mesh
-from fsdp_engine.contract.observation import Axis, Collective, Operation, Phase, Residency
+from fsdp_engine.contract.observation import (
+    Axis,
+    Collective,
+    Copy,
+    Operation,
+    Phase,
+    Residency,
+)
 from fsdp_engine.torch_private.autograd import (
     Kernel,
     at_end_of_backward,
@@ -26,6 +33,7 @@ from fsdp_engine.torch_private.autograd import (
 )
 from fsdp_engine.torch_private.retained import Units
 from fsdp_engine.world.collective_log import CollectiveLog
+from fsdp_engine.world.device import Device
 
 _OPERATIONS: dict[str, tuple[Operation, str]] = {
     "allgather_": ("all_gather", "output_tensors"),
@@ -58,11 +66,14 @@ class Recorder:
     action by hooks on the module and by autograd itself.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, log: CollectiveLog) -> None:
+    def __init__(self, mesh: Mesh, rank: int, log: CollectiveLog, device: Device) -> None:
         self.phase: Phase = "build"
-        self._rank = rank
+        self.rank = rank
         self._axes = _axes(mesh, rank)
         self._log = log
+        self._device = device
+        device.take_peak()
+        self._elsewhere = device.memory()
         self._collectives: list[Collective] = []
         self._residency: list[Residency] = []
         self._units: Units | None = None
@@ -74,7 +85,21 @@ class Recorder:
 
     def move(self, mesh: Mesh) -> None:
         """Go on with a module on another mesh of the same ranks."""
-        self._axes = _axes(mesh, self._rank)
+        self._axes = _axes(mesh, self.rank)
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """The engine's own copies since the last call: those of its phases, not the driver's."""
+        return self._device.take_copies()
+
+    def device_bytes(self) -> int:
+        """What the device holds now beyond what it held before this case."""
+        return self._device.memory() - self._elsewhere
+
+    def place(self) -> tuple[str, int] | None:
+        """Phase and micro-batch of what the engine does now; None where it is the driver's turn."""
+        if self.phase in ("build", "other"):
+            return None
+        return self._now(), self._num_forwards - 1
 
     def take(self) -> tuple[tuple[Collective, ...], tuple[Residency, ...]]:
         """What was recorded since the last call."""
@@ -171,6 +196,8 @@ class Recorder:
                 unsharded=held.unsharded,
                 retained_gradient_bytes=held.gradient_bytes,
                 retained_parameter_bytes=held.parameter_bytes,
+                device_bytes=self.device_bytes(),
+                device_peak=self._device.take_peak() - self._elsewhere,
             )
         )
 
@@ -190,6 +217,15 @@ class Tap:
         self.listener: Recorder | None = None
         self._last: tuple[Recorder, int, Any] | None = None
         self._interception = intercept({name: self._kernel(name) for name in _OPERATIONS})
+
+    @contextmanager
+    def listening(self, recorder: Recorder) -> Iterator[None]:
+        """Tell `recorder` of every collective inside."""
+        self.listener = recorder
+        try:
+            yield
+        finally:
+            self.listener = self._last = None
 
     def close_last(self) -> None:
         """Note in the log whether the last collective has finished."""

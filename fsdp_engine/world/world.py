@@ -37,13 +37,15 @@ DEATH_GRACE_S = 0.25
 class World:
     """`size` ready ranks of one engine. `broken` after anything but an answer from every rank."""
 
-    def __init__(self, engine: str, *, size: int, case_timeout_s: float) -> None:
+    def __init__(
+        self, engine: str, *, size: int, case_timeout_s: float, device: str = "cpu"
+    ) -> None:
         self.engine = engine
         self.size = size
         self.broken = False
         self._case_timeout_s = case_timeout_s
         self._num_cases = 0
-        self._zygote = zygote()
+        self._zygote = zygote(device)
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
         self._ranks: list[RankProcess] = []
         try:

@@ -7,7 +7,7 @@ all and removes their directories when the controller is gone.
 A controller that shares its work with other processes lets them connect to `address`: each
 connection gets a fork of the zygote to itself, which costs milliseconds as well.
 
-Run as `python -m fsdp_engine.world.zygote FD ADDRESS`.
+Run as `python -m fsdp_engine.world.zygote FD ADDRESS DEVICE`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.workload.models import parameter_names
+from fsdp_engine.world.device import Device
+from fsdp_engine.world.device import prepare as prepare_device
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
@@ -62,9 +65,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def main(control_fd: int, address: str) -> None:
+def main(control_fd: int, address: str, device_name: str) -> None:
     """Serve fork requests until the controller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides; ranks end with it
+    try:
+        # Before anything that is imported asks torch for its accelerator.
+        device = prepare_device(device_name)
+    except AcceleratorError as error:
+        _tell(socket.socket(fileno=control_fd), {"refused": str(error)})
+        return
     for name in PRELOAD:
         importlib.import_module(name)
     _warm_up()
@@ -75,7 +84,7 @@ def main(control_fd: int, address: str) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
-            _Nursery(socket.socket(fileno=control_fd), tap, listener).live()
+            _Nursery(socket.socket(fileno=control_fd), tap, device, listener).live()
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)
 
@@ -96,9 +105,14 @@ class _Nursery:
     """
 
     def __init__(
-        self, control: socket.socket, tap: Tap, listener: socket.socket | None = None
+        self,
+        control: socket.socket,
+        tap: Tap,
+        device: Device,
+        listener: socket.socket | None = None,
     ) -> None:
         self._tap = tap
+        self._device = device
         self._control = control
         self._listener = listener
         self._directories: set[str] = set()
@@ -144,7 +158,7 @@ class _Nursery:
         if pid == 0:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # for the clean-up in `live`
             try:
-                _Nursery(control, self._tap).live()
+                _Nursery(control, self._tap, self._device).live()
             finally:
                 os._exit(0)
         control.close()
@@ -192,7 +206,7 @@ class _Nursery:
         self._directories.add(request["directory"])
         pid = self._child()
         if pid == 0:
-            _be_rank(request, fds, self._tap)
+            _be_rank(request, fds, self._tap, self._device)
         for fd in fds:
             os.close(fd)
         self._children.add(pid)
@@ -211,7 +225,7 @@ class _Nursery:
                 _tell(self._control, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
+def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap, device: Device) -> NoReturn:
     """Serve as a rank in this fresh child; what it prints goes to a file of its own."""
     directory, rank = Path(request["directory"]), int(request["rank"])
     code = 1
@@ -223,7 +237,14 @@ def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
         os.dup2(output, 2)
         commands, life = (socket.socket(fileno=fd) for fd in fds)
         wires = Wires(commands=commands, life=life)
-        serve(wires, directory=directory, rank=rank, engine_name=request["engine"], tap=tap)
+        serve(
+            wires,
+            directory=directory,
+            rank=rank,
+            engine_name=request["engine"],
+            tap=tap,
+            device=device,
+        )
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -234,9 +255,9 @@ def _be_rank(request: dict[str, Any], fds: list[int], tap: Tap) -> NoReturn:
         os._exit(code)
 
 
-def _tell(control: socket.socket, message: dict[str, int]) -> None:
+def _tell(control: socket.socket, message: dict[str, int] | dict[str, str]) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -26,11 +26,9 @@ from oracles.export import Exported, assemble_parameters, predict_initial, predi
 from oracles.metamorphic import first_difference, told_mismatches, without
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
-_DEVICE = "cpu"
-
 
 def match_oracle(case: Case, run: Run) -> Verdict:
-    """Every export: the state dict's names once each, storage dtype, host device, exact values.
+    """Every export: the state dict's names once each, storage dtype, device, exact values.
 
     The order of names is the same on all ranks. Before the first step the values are the
     workload's; after one they are the engine's parameters assembled. So two exports without a step
@@ -45,7 +43,8 @@ def match_oracle(case: Case, run: Run) -> Verdict:
     for index, action in enumerate(case.program):
         records = [rank.records[index] for rank in observation.ranks]
         if action.kind == "export":
-            mismatches += _export_mismatches(f"action {index} (export)", records, wanted)
+            device = observation.ranks[0].device
+            mismatches += _export_mismatches(f"action {index} (export)", records, wanted, device)
         stepped = [record for record in records if isinstance(record, TrainRecord)]
         if stepped and any(record.stepped for record in stepped):
             where = f"action {index} (train) parameter"
@@ -133,7 +132,9 @@ def _with_staging(case: Case, staging: Literal["auto", "force", "skip"]) -> Case
     return dataclasses.replace(case, program=program)
 
 
-def _export_mismatches(where: str, records: Sequence[Record], wanted: Exported) -> list[Mismatch]:
+def _export_mismatches(
+    where: str, records: Sequence[Record], wanted: Exported, device: str
+) -> list[Mismatch]:
     mismatches: list[Mismatch] = []
     orders: list[list[str]] = []
     for rank, record in enumerate(records):
@@ -143,7 +144,7 @@ def _export_mismatches(where: str, records: Sequence[Record], wanted: Exported) 
         mismatches += _name_mismatches(place, orders[-1], list(wanted.tensors))
         for tensor in record.tensors:
             if tensor.name in wanted.tensors:
-                mismatches += _value_mismatches(place, tensor, wanted.tensors[tensor.name])
+                mismatches += _value_mismatches(place, tensor, wanted.tensors[tensor.name], device)
     for rank, order in enumerate(orders):
         for index, (got, first) in enumerate(zip(order, orders[0], strict=False)):
             if got != first:
@@ -167,11 +168,13 @@ def _name_mismatches(where: str, got: list[str], wanted: list[str]) -> list[Mism
     return mismatches
 
 
-def _value_mismatches(where: str, got: ExportedTensor, wanted: Tensor) -> list[Mismatch]:
+def _value_mismatches(
+    where: str, got: ExportedTensor, wanted: Tensor, device: str
+) -> list[Mismatch]:
     place = f"{where} {got.name}"
     mismatches = array_mismatches(place, got.value, array_of(wanted))
-    if got.device != _DEVICE:
-        mismatches.append(Mismatch(where=f"{place} device", got=got.device, wanted=_DEVICE))
+    if got.device != device:
+        mismatches.append(Mismatch(where=f"{place} device", got=got.device, wanted=device))
     return mismatches
 
 

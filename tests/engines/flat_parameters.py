@@ -22,4 +22,4 @@ class FlatParameters(TorchFsdp1):
             device_id=torch.device(rank.device),
             use_orig_params=False,
         )
-        return Fsdp1Trainee(module, case)
+        return Fsdp1Trainee(module, case, torch.device(rank.device))

@@ -36,7 +36,7 @@ class _Engine(TorchFsdp2):
     trainee: type[Fsdp2Trainee]
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
-        return self.trainee(super().build(case, rank).module, case)
+        return self.trainee(super().build(case, rank).module, case, torch.device(rank.device))
 
 
 _scales = [1.0]
@@ -49,8 +49,8 @@ class _ScaledTrainee(_Trainee):
         for shard in super().gradients():
             yield shard if shard.data is None else replace(shard, data=shard.data * self._scale)
 
-    def __init__(self, module: nn.Module, case: Case) -> None:
-        super().__init__(module, case)
+    def __init__(self, module: nn.Module, case: Case, device: torch.device) -> None:
+        super().__init__(module, case, device)
         self._scale = _scales[-1]
 
 

@@ -41,7 +41,7 @@ class _Engine(TorchFsdp2):
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
         built = super().build(case, rank)
-        return self.trainee(built.module, case)
+        return self.trainee(built.module, case, torch.device(rank.device))
 
 
 class _HangingTrainee(_Trainee):
@@ -136,7 +136,9 @@ class Remembers(TorchFsdp2):
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
         global _num_builds  # state that would leak between cases is the point
         _num_builds += 1
-        return _RememberingTrainee(super().build(case, rank).module, case)
+        return _RememberingTrainee(
+            super().build(case, rank).module, case, torch.device(rank.device)
+        )
 
 
 class _TalkativeTrainee(Fsdp2Trainee):
@@ -169,7 +171,7 @@ class Talkative(TorchFsdp2):
     """Issues collectives in every way there is."""
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
-        return _TalkativeTrainee(super().build(case, rank).module, case)
+        return _TalkativeTrainee(super().build(case, rank).module, case, torch.device(rank.device))
 
 
 class _TensorLossTrainee(Fsdp2Trainee):
@@ -182,4 +184,4 @@ class ReturnsATensor(TorchFsdp2):
     """The total loss is a tensor, which is no plain data."""
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
-        return _TensorLossTrainee(super().build(case, rank).module, case)
+        return _TensorLossTrainee(super().build(case, rank).module, case, torch.device(rank.device))

@@ -18,7 +18,7 @@ import torch
 
 from fsdp_engine.contract.errors import AcceleratorError
 
-SOURCE = Path(__file__).with_name("device.cpp")
+SOURCE = Path(__file__).parent / "native" / "device.cpp"
 NAME = "simulated_device"
 _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 _SHOWN_LINES = 12
@@ -48,7 +48,8 @@ def load() -> Any:
 def library_path() -> Path:
     """Where the extension of this Python, torch and source is kept: below `XDG_CACHE_HOME`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    files = sorted(SOURCE.parent.glob("*.[ch]*"))
+    source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{source}"
     return cache / "fsdp-properties" / tag / f"{NAME}.so"
 

@@ -1,6 +1,6 @@
 """Making the device known to torch: `torch.hpu`, with what FSDP and engines ask of a device module.
 
-Checked on torch 2.13. The device takes torch's name `hpu`, see `device.cpp`.
+Checked on torch 2.13. The device takes torch's name `hpu`, see `native/device.cpp`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,21 @@ class Accelerator:
         return int(self._extension.capacity()) or None
 
     @contextmanager
+    def scheduled(self, seed: int) -> Iterator[list[str]]:
+        """Be asynchronous inside: what does not wait for other work finds poison, or luck.
+
+        Under seed 0 nothing happens before something waits for it. Under any other some things do,
+        as on a device that is fast by chance. The list has what was used out of order, once the
+        context has ended. `native/order.h` says what is ordered after what.
+        """
+        races: list[str] = []
+        self._extension.start_schedule(seed)
+        try:
+            yield races
+        finally:
+            races += self._extension.stop_schedule()
+
+    @contextmanager
     def limited(self, num_bytes: int) -> Iterator[None]:
         """Give the device so many bytes inside; beyond them is torch's `OutOfMemoryError`."""
         assert num_bytes > 0
@@ -128,7 +143,8 @@ def _add_device(module: Any) -> None:
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
-    module.set_device = module.synchronize = lambda _=None: None
+    module.set_device = lambda _=None: None
+    module.synchronize = lambda _=None: torch.accelerator.synchronize()
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.get_device_name = lambda _=None: "simulated accelerator"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,7 @@ class Copy:
     """One copy. `dtype` is the target's, in C++ words (`Float`, `BFloat16`).
 
     `blocking` as the caller asked for it. `implicit`: the value of a single element was read, as
-    `.item()`, printing and comparing do. `site` is `file:line in function` of the innermost frame
-    outside torch, where sites were asked for.
+    `.item()`, printing and comparing do. `label` is what `labelled` gave it.
     """
 
     direction: Direction
@@ -28,7 +27,7 @@ class Copy:
     dtype: str
     blocking: bool
     implicit: bool
-    site: str = ""
+    label: str = ""
 
 
 class Ledger:
@@ -47,22 +46,23 @@ class Ledger:
                 dtype=dtype,
                 blocking=blocking,
                 implicit=implicit,
-                site=site,
+                label=label,
             )
-            for direction, num_bytes, dtype, blocking, implicit, site in copies
+            for direction, num_bytes, dtype, blocking, implicit, label in copies
         )
 
     @contextmanager
-    def with_sites(self) -> Iterator[None]:
-        """Say inside where in Python each copy comes from. Costs a walk over the stack per copy."""
-        self._extension.set_site(_site)
+    def labelled(self, label: Callable[[], str]) -> Iterator[None]:
+        """Ask `label` at every copy inside what to call it. It may be called from any thread."""
+        self._extension.label_copies(label)
         try:
             yield
         finally:
-            self._extension.set_site(None)
+            self._extension.label_copies(None)
 
 
-def _site() -> str:
+def site() -> str:
+    """A label: `file:line in function` of the innermost frame outside torch. Walks the stack."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and not frame.filename.startswith(_PACKAGE):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"

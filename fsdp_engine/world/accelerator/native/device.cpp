@@ -9,244 +9,29 @@
 // argument itself. Operands on two devices are an error as on a GPU.
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
-namespace simulated {
-
-constexpr auto kType = c10::DeviceType::HPU;
-constexpr unsigned char kPoison = 0xFF;  // a NaN in every floating dtype
-const c10::Device kDevice(kType, 0);
-
-// ---------------------------------------------------------------- memory
-
-struct Memory {
-  std::mutex mutex;
-  std::unordered_map<void*, size_t> sizes;
-  size_t live = 0;
-  size_t peak = 0;
-  size_t capacity = 0;  // 0: no limit
-
-  void take(void* data, size_t size) {
-    std::lock_guard<std::mutex> lock(mutex);
-    refuse_beyond_capacity(size);
-    sizes[data] = size;
-    live += size;
-    peak = std::max(peak, live);
-  }
-
-  void refuse_beyond_capacity(size_t size) const {
-    TORCH_CHECK_WITH(
-        OutOfMemoryError,
-        capacity == 0 || live + size <= capacity,
-        "the simulated device is out of memory: ", size, " bytes asked for, ", live,
-        " in use, capacity ", capacity);
-  }
-
-  size_t give(void* data) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto found = sizes.find(data);
-    if (found == sizes.end()) return 0;
-    size_t size = found->second;
-    live -= size;
-    sizes.erase(found);
-    return size;
-  }
-};
-
-Memory& memory() {
-  static Memory* instance = new Memory;  // outlives every tensor
-  return *instance;
-}
-
-void release(void* data) {
-  if (data == nullptr) return;
-  std::memset(data, kPoison, memory().give(data));
-  std::free(data);
-}
-
-struct DeviceAllocator final : at::Allocator {
-  at::DataPtr allocate(size_t size) override {
-    if (size == 0) return {nullptr, nullptr, &release, kDevice};
-    void* data = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(memory().mutex);
-      memory().refuse_beyond_capacity(size);
-    }
-    TORCH_CHECK(posix_memalign(&data, 64, size) == 0, "the host is out of memory");
-    std::memset(data, kPoison, size);
-    memory().take(data, size);
-    return {data, data, &release, kDevice};
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, size_t size) const override {
-    std::memcpy(target, source, size);
-  }
-};
-
-DeviceAllocator allocator;
-
-// Host memory that became device memory: results of CPU kernels.
-struct Adopted {
-  c10::Storage host;
-  size_t size;
-};
-
-void release_adopted(void* context) {
-  auto* adopted = static_cast<Adopted*>(context);
-  memory().give(adopted);
-  delete adopted;
-}
-
-// ---------------------------------------------------------------- the ledger of copies
-
-struct Copy {
-  std::string direction;
-  size_t bytes;
-  std::string dtype;
-  bool blocking;
-  bool implicit;
-  std::string site;
-};
-
-struct Ledger {
-  std::mutex mutex;
-  std::vector<Copy> copies;
-  std::function<std::string()> site;
-};
-
-Ledger& ledger() {
-  static Ledger* instance = new Ledger;
-  return *instance;
-}
-
-std::string direction(const at::Tensor& from, const at::Tensor& to) {
-  if (from.device().type() != kType) return "host_to_device";
-  return to.device().type() == kType ? "device_to_device" : "device_to_host";
-}
-
-void note(std::string way, const at::Tensor& what, bool blocking, bool implicit) {
-  Copy copy{
-      std::move(way), what.numel() * what.element_size(), c10::toString(what.scalar_type()),
-      blocking, implicit, ""};
-  std::function<std::string()> site;
-  {
-    std::lock_guard<std::mutex> lock(ledger().mutex);
-    site = ledger().site;
-  }
-  if (site) copy.site = site();  // Python: not under the lock
-  std::lock_guard<std::mutex> lock(ledger().mutex);
-  ledger().copies.push_back(std::move(copy));
-}
-
-// ---------------------------------------------------------------- device, streams, events
-
-thread_local c10::StreamId current_stream = 0;
-std::atomic<c10::StreamId> next_stream{1};
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kType; }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "there is one simulated device, not ", device);
-  }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::UNSAFE, kDevice, current_stream);
-  }
-  c10::Stream getDefaultStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, kDevice);
-  }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool = false) const override {
-    return getNewStream(kDevice);
-  }
-  c10::Stream getNewStream(c10::Device, int = 0) const override {
-    return c10::Stream(c10::Stream::UNSAFE, kDevice, next_stream++);
-  }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    auto before = getStream(kDevice);
-    current_stream = stream.id();
-    return before;
-  }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override {
-    if (*event == nullptr) *event = new char;
-  }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<char*>(event);
-  }
-  void synchronizeEvent(void*) const override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-};
-
-C10_REGISTER_GUARD_IMPL(HPU, Guard);
-
-struct HPUHooks final : at::HPUHooksInterface {
-  explicit HPUHooks(at::HPUHooksArgs) {}
-  void init() const override {}
-  bool hasHPU() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  at::Device getDeviceFromPtr(void*) const override { return kDevice; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    static const at::Generator generator = getNewGenerator(0);
-    return generator;
-  }
-  // The CPU's numbers: what is drawn on the device is what would be drawn on the host.
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::detail::createCPUGenerator();
-  }
-};
-
-}  // namespace simulated
-
-namespace at {
-using simulated::HPUHooks;
-REGISTER_HPU_HOOKS(HPUHooks);
-}  // namespace at
+#include "ledger.h"
+#include "memory.h"
+#include "order.h"
+#include "streams.h"
 
 namespace simulated {
 
 // ---------------------------------------------------------------- aliases
-
-bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kType;
-}
 
 // A tensor of that backend over `storage`, seen as `like` is.
 at::Tensor over(c10::Storage storage, c10::DispatchKey backend, const at::Tensor& like) {
@@ -259,15 +44,11 @@ at::Tensor over(c10::Storage storage, c10::DispatchKey backend, const at::Tensor
   return result;
 }
 
-// The same memory as a CPU tensor. Holds the device's storage alive.
+// The same memory as a CPU tensor, which keeps it from going away.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
-  auto* keep = new c10::Storage(storage);
-  at::DataPtr data(
-      storage.mutable_data(), keep, [](void* kept) { delete static_cast<c10::Storage*>(kept); },
-      c10::Device(c10::kCPU));
   auto host = c10::Storage(
-      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), nullptr, false);
+      c10::Storage::use_byte_size_t(), storage.nbytes(), aliased(storage), nullptr, false);
   return over(std::move(host), c10::DispatchKey::CPU, tensor);
 }
 
@@ -276,19 +57,49 @@ at::Tensor adopt(const at::Tensor& result) {
   if (result._is_zerotensor())  // autograd's zeros without memory
     return adopt(at::zeros(result.sizes(), result.options()));
   const auto& host = result.storage();
-  auto* adopted = new Adopted{host, host.nbytes()};
-  if (adopted->size) {
-    try {
-      memory().take(adopted, adopted->size);
-    } catch (...) {
-      delete adopted;
-      throw;
-    }
-  }
-  at::DataPtr data(host.mutable_data(), adopted, &release_adopted, kDevice);
+  auto data = adopted(host);
+  if (order().on() && data) order().write(data.get());
   auto storage = c10::Storage(
-      c10::Storage::use_byte_size_t(), host.nbytes(), std::move(data), &allocator, true);
+      c10::Storage::use_byte_size_t(), host.nbytes(), std::move(data), &allocator(), true);
   return over(std::move(storage), c10::DispatchKey::HPU, result);
+}
+
+// ---------------------------------------------------------------- uses out of order
+
+void poison(const at::Tensor& host) {
+  if (host.scalar_type() == at::kBool)
+    host.fill_(true);
+  else if (host.is_non_overlapping_and_dense())
+    std::memset(host.data_ptr(), kPoison, host.nbytes());
+  else
+    host.copy_(at::empty_strided(host.sizes(), host.strides(), host.options()).fill_(
+        at::isIntegralType(host.scalar_type(), true) ? at::Scalar(-1)
+                                                     : at::Scalar(std::nan(""))));
+}
+
+void report(const std::optional<std::string>& race, const std::string& op) {
+  if (!race) return;
+  auto where = ledger().label();
+  order().report(op + " " + *race + (where.empty() ? "" : " (" + where + ")"));
+}
+
+// `host`, or poison of its shape where what it holds is not there yet for this stream.
+at::Tensor readable(const at::Tensor& tensor, const at::Tensor& host, const std::string& op) {
+  if (tensor.numel() == 0) return host;
+  auto race = order().read(tensor.storage().data());
+  report(race, op);
+  if (!race || order().has_luck()) return host;
+  auto instead = at::empty_strided(host.sizes(), host.strides(), host.options());
+  poison(instead);
+  return instead;
+}
+
+// Whether this stream may write there; if not, what it writes is poison afterwards.
+bool writable(const at::Tensor& tensor, const std::string& op) {
+  if (tensor.numel() == 0) return true;
+  auto race = order().write(tensor.storage().data());
+  report(race, op);
+  return !race || order().has_luck();
 }
 
 // ---------------------------------------------------------------- kernels of the device's own
@@ -297,7 +108,7 @@ at::Tensor empty_memory_format(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic(
-      C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::HPU),
+      C10_AS_INTARRAYREF_SLOW(size), &allocator(), c10::DispatchKeySet(c10::DispatchKey::HPU),
       c10::dtype_or_default(dtype), format);
 }
 
@@ -305,7 +116,7 @@ at::Tensor empty_strided(
     c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
   return at::detail::empty_strided_generic(
-      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
       c10::DispatchKeySet(c10::DispatchKey::HPU), c10::dtype_or_default(dtype));
 }
 
@@ -315,9 +126,26 @@ at::Tensor host_side(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
-  note(direction(self, target), target, !non_blocking, false);
+  ledger().note(direction(self, target), target, !non_blocking, false);
   auto to = host_side(target);
-  to.copy_(host_side(self));
+  if (!order().on()) {
+    to.copy_(host_side(self));
+    return target;
+  }
+  order().launch();
+  auto from = on_device(self) ? readable(self, host_side(self), "copy_") : self;
+  const bool spoilt = on_device(target) && !writable(target, "copy_");
+  if (non_blocking && !on_device(target) && target.is_non_overlapping_and_dense()) {
+    order().arrives_later(target, at::empty_like(target).copy_(from));
+    return target;
+  }
+  to.copy_(from);
+  if (spoilt) poison(to);
+  if (on_device(self) && on_device(target)) return target;
+  if (!non_blocking)
+    order().host_waits_for_stream(current_stream());
+  else if (pinned().holds(self.data_ptr()) && self.is_non_overlapping_and_dense())
+    order().reads_host(self);
   return target;
 }
 
@@ -327,14 +155,18 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  note("device_to_host", self, true, true);
-  return alias_of(self).item();
+  ledger().note("device_to_host", self, true, true);
+  if (!order().on()) return alias_of(self).item();
+  order().launch();
+  auto value = readable(self, alias_of(self), "item").item();
+  order().host_waits_for_stream(current_stream());
+  return value;
 }
 
 void grow(const at::Tensor& tensor, size_t bytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   if (bytes <= storage->nbytes()) return;
-  auto data = allocator.allocate(bytes);
+  auto data = allocator().allocate(bytes);
   if (storage->nbytes()) std::memcpy(data.get(), storage->data(), storage->nbytes());
   storage->set_data_ptr_noswap(std::move(data));
   storage->set_nbytes(bytes);
@@ -404,11 +236,13 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 }
 
 at::Tensor& set_nothing(at::Tensor& self) {
-  auto storage = c10::Storage(c10::Storage::use_byte_size_t(), 0, &allocator, true);
+  auto storage = c10::Storage(c10::Storage::use_byte_size_t(), 0, &allocator(), true);
   return simulated::set_storage(self, std::move(storage), 0, {c10::SymInt(0)}, {});
 }
 
-void record_stream(at::Tensor&, at::Stream) {}
+void record_stream(at::Tensor& tensor, at::Stream stream) {
+  if (order().on()) order().used_by(tensor.storage().data(), stream.id());
+}
 
 // ---------------------------------------------------------------- everything else
 
@@ -487,6 +321,14 @@ void replace_tensors(c10::IValue& value, const Exchange& exchange) {
     c10::List<at::Tensor> list;
     for (const at::Tensor& tensor : value.toTensorList()) list.push_back(exchange(tensor));
     value = list;
+  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
+    auto lists = value.toList();
+    c10::impl::GenericList list(lists.elementType());
+    for (c10::IValue inner : lists.vec()) {
+      replace_tensors(inner, exchange);
+      list.push_back(std::move(inner));
+    }
+    value = list;
   } else if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const auto& item : value.toListRef())
@@ -495,15 +337,45 @@ void replace_tensors(c10::IValue& value, const Exchange& exchange) {
   }
 }
 
+enum class Access { none, read, write };
+
+Access access_of(const c10::FunctionSchema& schema, size_t index) {
+  const auto& argument = schema.arguments()[index];
+  if (schema.name().rfind("c10d::", 0) == 0)  // without a word on what they write
+    return argument.name().rfind("output", 0) == 0 || argument.name() == "tensors" ? Access::write
+                                                                                   : Access::read;
+  if (const auto* alias = argument.alias_info())
+    return alias->isWrite() ? Access::write : Access::none;  // a view reads nothing
+  return Access::read;
+}
+
+bool tells_the_host(const c10::OperatorName& name) {
+  // What they return depends on values, so the host waits for them on a GPU too.
+  static const std::vector<std::string> names = {
+      "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave"};
+  return std::find(names.begin(), names.end(), name.name) != names.end();
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
+  const bool ordered = order().on();
+  if (ordered) order().launch();
+  std::vector<at::Tensor> spoilt;
   const auto num_arguments = schema.arguments().size();
   const auto first = stack->size() - num_arguments;
   Aliases aliases;
   bool names_device = false;
   for (size_t i = first; i < stack->size(); ++i) {
     auto& value = (*stack)[i];
-    replace_tensors(value, [&](const at::Tensor& tensor) { return aliases.of(tensor); });
+    const auto access = ordered ? access_of(schema, i - first) : Access::none;
+    replace_tensors(value, [&](const at::Tensor& tensor) {
+      auto host = aliases.of(tensor);
+      if (access == Access::none || !on_device(tensor)) return host;
+      if (access == Access::read) return readable(tensor, host, schema.name());
+      if (!writable(tensor, schema.name())) spoilt.push_back(host);
+      return host;
+    });
     if (value.isDevice() && value.toDevice().type() == kType) {
       value = c10::Device(c10::kCPU);
       names_device = true;
@@ -514,6 +386,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "Expected all tensors to be on the same device, but found at least two devices, ", kDevice,
       " and ", aliases.host.device(), "! (in ", op.operator_name().name, ")");
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (const auto& host : spoilt) poison(host);
+  if (ordered && tells_the_host(op.operator_name()))
+    order().host_waits_for_stream(current_stream());
   const bool to_device = aliases.has_device || names_device;
   for (auto& pair : aliases.pairs) Aliases::settle(pair.first, pair.second);
   if (!to_device) return;
@@ -574,29 +449,27 @@ void prefer_kernels_of_the_cpu() {
 
 // ---------------------------------------------------------------- Python's side
 
-void set_site(const py::object& site) {
+void label_copies(const py::object& label) {
   std::function<std::string()> call;
-  if (!site.is_none()) {
-    auto* kept = new py::object(site);  // never freed: copies may come from any thread
+  if (!label.is_none()) {
+    // Copies may come from any thread, and so may the end of the last of them.
+    std::shared_ptr<py::object> kept(new py::object(label), [](py::object* object) {
+      py::gil_scoped_acquire gil;
+      delete object;
+    });
     call = [kept] {
       py::gil_scoped_acquire gil;
       return (*kept)().cast<std::string>();
     };
   }
-  std::lock_guard<std::mutex> lock(ledger().mutex);
-  ledger().site = std::move(call);
+  ledger().label_by(std::move(call));
 }
 
 std::vector<py::tuple> take_copies() {
-  std::vector<Copy> copies;
-  {
-    std::lock_guard<std::mutex> lock(ledger().mutex);
-    copies.swap(ledger().copies);
-  }
   std::vector<py::tuple> result;
-  for (const auto& copy : copies)
+  for (const auto& copy : ledger().take())
     result.push_back(py::make_tuple(
-        copy.direction, copy.bytes, copy.dtype, copy.blocking, copy.implicit, copy.site));
+        copy.direction, copy.bytes, copy.dtype, copy.blocking, copy.implicit, copy.label));
   return result;
 }
 
@@ -609,7 +482,7 @@ size_t counted(size_t Memory::* field) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
-  c10::SetAllocator(kType, &allocator);
+  c10::SetAllocator(kType, &allocator());
   prefer_kernels_of_the_cpu();
   m.def("memory_allocated", [] { return counted(&Memory::live); });
   m.def("max_memory_allocated", [] { return counted(&Memory::peak); });
@@ -623,5 +496,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     memory().capacity = bytes;
   });
   m.def("take_copies", &take_copies);
-  m.def("set_site", &set_site);
+  m.def("label_copies", &label_copies, py::arg("label").none(true));
+  m.def("start_schedule", [](uint64_t seed) { order().start(seed); });
+  m.def("stop_schedule", [] { return order().stop(); });
 }
