@@ -19,8 +19,8 @@ from oracles.moments import Moment, Snapshot
 from oracles.verdict import Mismatch
 
 
-def uninterrupted(case: Case) -> Shorter:
-    """The case as if it had never been away from its checkpoints.
+def uninterrupted(case: Case) -> Shorter | None:
+    """The case as if it had never been away from its checkpoints; None where nothing is left.
 
     Without saves, resumes and what lies between the one and the other.
     """
@@ -33,6 +33,8 @@ def uninterrupted(case: Case) -> Shorter:
             del kept[saved:]
         elif action.kind not in CHECKPOINT_ACTIONS:
             kept.append(index)
+    if not kept:
+        return None
     program = tuple(case.program[index] for index in kept)
     return Shorter(case=replace(case, program=program), kept=tuple(kept))
 

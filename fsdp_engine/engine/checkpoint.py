@@ -160,13 +160,11 @@ def prepare(held: Held, path: Path) -> Ready:
     manifest = agreed(lambda: _sound(held, folder))
     intervals = dict(_wanted(held, manifest))
     plan.read(folder, intervals)
-    notes = []
-    if manifest.world_size != dist.get_world_size():
-        notes.append(
-            f"random numbers are left as they are: {manifest.world_size} ranks have saved theirs, "
-            f"there are {dist.get_world_size()}"
-        )
-    loaded = Loaded(path=folder, notes=tuple(notes))
+    notes: tuple[str, ...] = ()
+    saved, here = manifest.world_size, dist.get_world_size()
+    if saved != here:
+        notes = (f"random numbers are left as they are: of {saved} ranks, there are {here}",)
+    loaded = Loaded(path=folder, notes=notes)
     return Ready(held=held, manifest=manifest, intervals=intervals, loaded=loaded)
 
 
@@ -176,8 +174,7 @@ def _present(held: Held) -> Iterator[tuple[str, Interval]]:
         assert shard.data is not None
         yield MODEL + shard.name, interval_of(shard, shard.data)
     for entry in _buffers(held):
-        tensor = _buffer(entry)
-        yield BUFFER + entry.name, _whole(tensor)
+        yield BUFFER + entry.name, _whole(_buffer(entry))
     if (own := held.optimization) is not None:
         for slot, shard in state_shards(held.module, own.optimizer, own.slots):
             if shard.data is not None:
@@ -269,17 +266,16 @@ def _wanted(held: Held, manifest: Manifest) -> Iterator[tuple[str, Interval]]:
     if manifest.world_size == dist.get_world_size():
         for key, _ in _random_setters(held):
             if key in manifest.tensors:
-                (size,) = manifest.tensors[key].shape
-                yield key, _whole(torch.empty(size, dtype=torch.uint8))
+                shape = manifest.tensors[key].shape
+                yield key, _whole(torch.empty(shape, dtype=torch.uint8))
 
 
 def _by_parameter(intervals: Mapping[str, Interval]) -> dict[str, dict[str, Tensor]]:
     """Parameter name to slot to this rank's part of the optimizer's state."""
     state: dict[str, dict[str, Tensor]] = {}
-    for key, interval in intervals.items():
-        if key.startswith(OPTIMIZER):
-            _, slot, name = key.split("/", 2)
-            state.setdefault(name, {})[slot] = interval.data
+    for key in filter(lambda key: key.startswith(OPTIMIZER), intervals):
+        _, slot, name = key.split("/", 2)
+        state.setdefault(name, {})[slot] = intervals[key].data
     return state
 
 

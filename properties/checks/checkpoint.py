@@ -36,8 +36,9 @@ def resume_equals_uninterrupted(case: Case, run: Run) -> Verdict:
     observation = run(case)
     mismatches = loaded_mismatches(case, observation)
     shorter = uninterrupted(case)
-    told = "resumed against uninterrupted"
-    mismatches += first_difference(shorter, observation, run(shorter.case), told=told)
+    if shorter is not None:
+        told = "resumed against uninterrupted"
+        mismatches += first_difference(shorter, observation, run(shorter.case), told=told)
     return exactly(mismatches)
 
 
@@ -57,8 +58,8 @@ def resharded_goes_on(case: Case, run: Run) -> Verdict:
     if not findings.mismatches:
         _judge_steps(findings, evaluator, observation)
         _judge_rates(findings, evaluator, observation)
-    if not (findings.mismatches or case.dtypes.mixed):
-        shorter = uninterrupted(case)
+    shorter = None if findings.mismatches or case.dtypes.mixed else uninterrupted(case)
+    if shorter is not None:
         (at, _), *_ = resumes
         findings.mismatches += loss_mismatches(shorter, observation, run(shorter.case), at)
     return findings.verdict("rigorous")
