@@ -14,12 +14,12 @@ from torch import Tensor
 from fsdp_engine.contract.actions import (
     Action,
     Freeze,
-    Resume,
+    Load,
     Save,
     Unfreeze,
     asks_for_step,
 )
-from fsdp_engine.contract.case import Case, Mesh, resumed
+from fsdp_engine.contract.case import Case, Mesh, case_behind
 from fsdp_engine.contract.observation import (
     LocalArray,
     Observation,
@@ -189,8 +189,8 @@ def _expected(case: Case, action: Action, before: Snapshot) -> Snapshot:
     match action:
         case Save():
             return replace(after, saved_steps=before.schedule_steps)
-        case Resume():
-            here = resumed(replace(case, mesh=before.mesh), action).mesh
+        case Load():
+            here = case_behind(replace(case, mesh=before.mesh), action).mesh
             return replace(after, schedule_steps=before.saved_steps, mesh=here)
         case _:
             return after

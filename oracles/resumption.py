@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_engine.contract.actions import CHECKPOINT_ACTIONS, Resume, Save
+from fsdp_engine.contract.actions import CHECKPOINT_ACTIONS, Load, Save
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     Observation,
@@ -29,7 +29,7 @@ def uninterrupted(case: Case) -> Shorter | None:
     for index, action in enumerate(case.program):
         if isinstance(action, Save):
             saved = len(kept)
-        elif isinstance(action, Resume):
+        elif isinstance(action, Load):
             del kept[saved:]
         elif action.kind not in CHECKPOINT_ACTIONS:
             kept.append(index)
@@ -51,11 +51,11 @@ def _loaded_by_rank(case: Case, own: RankObservation) -> list[Mismatch]:
         if isinstance(action, Save):
             assert isinstance(record, StateRecord)
             saved = record
-        if not isinstance(action, Resume):
+        if not isinstance(action, Load):
             continue
         assert isinstance(record, StateRecord)
         assert saved is not None
-        where = f"action {index} (resume) rank {own.rank}"
+        where = f"action {index} (load) rank {own.rank}"
         found += part_mismatches(f"{where} parameter", record.parameters, saved.parameters)
         found += state_mismatches(where, record.optimizer_state, saved.optimizer_state)
         for name in ("random", "training", "requires_grad"):

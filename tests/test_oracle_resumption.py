@@ -9,12 +9,12 @@ from fsdp_engine.contract.actions import (
     Eval,
     Freeze,
     Infer,
+    Load,
     Reject,
-    Resume,
     Save,
     Train,
 )
-from fsdp_engine.contract.case import Case, resumed
+from fsdp_engine.contract.case import Case, case_behind
 from fsdp_engine.contract.errors import CaseError
 from fsdp_engine.contract.model import Model
 from oracles.resumption import uninterrupted
@@ -31,10 +31,10 @@ def programmed(*program: Action) -> Case:
 @pytest.mark.parametrize(
     ("program", "kept"),
     [
-        ((STEP, Save(), STEP, Resume(), Infer()), (0, 4)),
-        ((Save(), STEP, Save(), STEP, Resume(), STEP), (1, 5)),
-        ((STEP, Save(), STEP, Resume(), STEP, Infer(), Resume(), Train()), (0, 7)),
-        ((STEP, Save(), Reject(), Eval(), Save(), STEP, Resume(fresh=True), STEP), (0, 3, 7)),
+        ((STEP, Save(), STEP, Load(), Infer()), (0, 4)),
+        ((Save(), STEP, Save(), STEP, Load(), STEP), (1, 5)),
+        ((STEP, Save(), STEP, Load(), STEP, Infer(), Load(), Train()), (0, 7)),
+        ((STEP, Save(), Reject(), Eval(), Save(), STEP, Load(fresh=True), STEP), (0, 3, 7)),
         ((STEP, Save(), STEP), (0, 2)),
     ],
 )
@@ -47,16 +47,16 @@ def test_what_is_lost_is_left_out(program: tuple[Action, ...], kept: tuple[int, 
 
 
 def test_nothing_may_be_left() -> None:
-    assert uninterrupted(programmed(Save(), STEP, Resume())) is None
+    assert uninterrupted(programmed(Save(), STEP, Load())) is None
 
 
 @pytest.mark.parametrize(
     ("program", "field"),
     [
-        ((STEP, Resume()), "a save before a resume"),
+        ((STEP, Load()), "a save before a load"),
         ((Reject(), Save()), "a save before a reject"),
-        ((Save(), Freeze(), Resume()), "nothing frozen where there is resume"),
-        ((Save(), Resume(fresh=True, shape=(3,))), "2 ranks"),
+        ((Save(), Freeze(), Load()), "nothing frozen where there is load"),
+        ((Save(), Load(fresh=True, shape=(3,))), "2 ranks"),
     ],
 )
 def test_illegal_programs_are_refused(program: tuple[Action, ...], field: str) -> None:
@@ -65,12 +65,12 @@ def test_illegal_programs_are_refused(program: tuple[Action, ...], field: str) -
 
 
 def test_another_mesh_needs_a_new_trainee() -> None:
-    with pytest.raises(CaseError, match=r"resume\.fresh"):
-        Resume(strategy="fsdp1")
+    with pytest.raises(CaseError, match=r"load\.fresh"):
+        Load(strategy="fsdp1")
 
 
 def test_a_case_goes_on_where_a_resume_says() -> None:
-    action = Resume(fresh=True, strategy="fsdp1", shape=(2, 1))
-    case = resumed(programmed(Save(), action), action)
+    action = Load(fresh=True, strategy="fsdp1", shape=(2, 1))
+    case = case_behind(programmed(Save(), action), action)
     assert (case.mesh.shape, case.engine.strategy) == ((2, 1), "fsdp1")
-    assert resumed(programmed(Save(), Resume()), Resume()) == programmed(Save(), Resume())
+    assert case_behind(programmed(Save(), Load()), Load()) == programmed(Save(), Load())

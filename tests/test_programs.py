@@ -9,10 +9,10 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Poison,
     Reject,
     Restore,
-    Resume,
     Save,
     Train,
     Unfreeze,
@@ -95,7 +95,7 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
         resuming_cases,
         lambda c: (
             kinds_of(c).count("save") == 2
-            and any(isinstance(action, Resume) and action.fresh for action in c.program)
+            and any(isinstance(action, Load) and action.fresh for action in c.program)
         ),
     ),
     "one checkpoint kept": (
@@ -105,7 +105,7 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
     "a resume by the other strategy in a column": (
         resharding_cases,
         lambda c: any(
-            isinstance(action, Resume) and (action.strategy, action.shape) == ("fsdp1", (2, 1))
+            isinstance(action, Load) and (action.strategy, action.shape) == ("fsdp1", (2, 1))
             for action in c.program
         ),
     ),
@@ -151,8 +151,8 @@ def test_batches_planned_by_tokens_are_interrupted_late() -> None:
         (inferring_cases, (Infer(), Train())),
         (freezing_cases, (Freeze(), _STEP)),
         (restoring_cases, (_STEP, Restore(), Train(batch=1))),
-        (resuming_cases, (*_SAVED, Resume(), _STEP)),
-        (resharding_cases, (*_SAVED, Resume(fresh=True, strategy="fsdp2", shape=(2,)), _STEP)),
+        (resuming_cases, (*_SAVED, Load(), _STEP)),
+        (resharding_cases, (*_SAVED, Load(fresh=True, strategy="fsdp2", shape=(2,)), _STEP)),
         (saving_cases, (*_SAVED, Save(), _STEP)),
         (rejecting_cases, (*_SAVED, Reject(damage="flipped", file=1), _STEP)),
         (grouped_cases, (Train(),)),

@@ -108,21 +108,21 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Load:
     """The newest checkpoint is loaded: into the trainee as it is, or `fresh` into a new one.
 
     A new one may be built by another `strategy` and on another mesh of as many ranks, `shape`;
     empty is that from before.
     """
 
-    kind: Literal["resume"] = "resume"
+    kind: Literal["load"] = "load"
     fresh: bool = False
     strategy: Literal["", "fsdp2", "fsdp1"] = ""
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         other = bool(self.strategy or self.shape)
-        require(self.fresh or not other, "resume.fresh", self.fresh, "true on another mesh")
+        require(self.fresh or not other, "load.fresh", self.fresh, "true on another mesh")
 
 
 Damage: TypeAlias = Literal["truncated", "flipped", "missing", "foreign"]
@@ -155,7 +155,7 @@ Action: TypeAlias = (
     | Unfreeze
     | Restore
     | Save
-    | Resume
+    | Load
     | Reject
 )
 ACTIONS = (
@@ -169,12 +169,12 @@ ACTIONS = (
     "unfreeze",
     "restore",
     "save",
-    "resume",
+    "load",
     "reject",
 )
 """The kinds of all actions."""
 
-CHECKPOINT_ACTIONS = ("save", "resume", "reject")
+CHECKPOINT_ACTIONS = ("save", "load", "reject")
 """The kinds of those that need a trainee with checkpoints."""
 
 BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)

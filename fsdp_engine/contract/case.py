@@ -14,9 +14,9 @@ from fsdp_engine.contract.actions import (
     BATCH_ACTIONS,
     Action,
     Freeze,
+    Load,
     Poison,
     Reject,
-    Resume,
     Save,
     Train,
     Unfreeze,
@@ -227,16 +227,16 @@ class Case:
         kinds = [action.kind for action in self.program]
         for action in self.program:
             saved |= isinstance(action, Save)
-            if not isinstance(action, Resume | Reject):
+            if not isinstance(action, Load | Reject):
                 continue
             require(saved, "case.program", kinds, f"a save before a {action.kind}")
             changes = "freeze" in kinds or "unfreeze" in kinds
             require(
                 not changes, "case.program", kinds, f"nothing frozen where there is {action.kind}"
             )
-            if isinstance(action, Resume) and action.shape:
+            if isinstance(action, Load) and action.shape:
                 mesh, here = Mesh(shape=action.shape), self.mesh.world_size
-                require(mesh.world_size == here, "resume.shape", action.shape, f"{here} ranks")
+                require(mesh.world_size == here, "load.shape", action.shape, f"{here} ranks")
 
     def _require_plannable(self, batch: Batch) -> None:
         planning = self.engine.planning
@@ -270,7 +270,7 @@ class Case:
         return "cross_entropy" if self.model.takes_tokens and not self.exact else "squared"
 
 
-def resumed(case: Case, action: Resume) -> Case:
+def case_behind(case: Case, action: Load) -> Case:
     """The case as its program goes on behind a resume: on that mesh, by that strategy."""
     mesh = Mesh(shape=action.shape) if action.shape else case.mesh
     engine = replace(case.engine, strategy=action.strategy or case.engine.strategy)

@@ -23,15 +23,15 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Poison,
     Reject,
     Restore,
-    Resume,
     Save,
     Train,
     Unfreeze,
 )
-from fsdp_engine.contract.case import Case, resumed
+from fsdp_engine.contract.case import Case, case_behind
 from fsdp_engine.contract.observation import (
     Array,
     ExportedTensor,
@@ -120,7 +120,7 @@ class _Run:
                 return self._export(action)
             case Interrupt():
                 return self._interrupt(action)
-            case Save() | Resume() | Reject():
+            case Save() | Load() | Reject():
                 return self._checkpoint(action)
             case _:
                 with self._recorder.during("other"):
@@ -140,7 +140,7 @@ class _Run:
             case Restore():
                 trainee.restore(self._start)
 
-    def _checkpoint(self, action: Save | Resume | Reject) -> StateRecord:
+    def _checkpoint(self, action: Save | Load | Reject) -> StateRecord:
         """Random numbers are drawn, so that every rank's go on by another count."""
         folder = Path(self._context.directory, "checkpoints")
         random, raised = "", ""
@@ -150,9 +150,9 @@ class _Run:
                 case Save():
                     random = _random_digest()
                     self._saver.save(str(folder), max_to_keep=action.max_to_keep or None)
-                case Resume():
+                case Load():
                     if action.fresh:
-                        self._rebuild(resumed(self._case, action))
+                        self._rebuild(case_behind(self._case, action))
                     self._saver.load(str(folder))
                     random = _random_digest()
                 case Reject():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_engine.contract.actions import Resume, Save
+from fsdp_engine.contract.actions import Load, Save
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Observation, StateRecord, TrainRecord
 from fsdp_engine.contract.protocol import Run
@@ -77,7 +77,7 @@ def save_changes_nothing(case: Case, run: Run) -> Verdict:
 def damaged_is_refused(case: Case, run: Run) -> Verdict:
     """A damaged checkpoint is refused with a `CheckpointError` on every rank, and nothing moves."""
     kinds = [action.kind for action in case.program]
-    if "reject" not in kinds or "resume" in kinds:
+    if "reject" not in kinds or "load" in kinds:
         return not_applicable("no damaged checkpoint is to be loaded, or a whole one is as well")
     observation = run(case)
     mismatches = [
@@ -97,8 +97,8 @@ def damaged_is_refused(case: Case, run: Run) -> Verdict:
     return _leaves_no_trace(case, run, observation, ("reject",))
 
 
-def _resumes(case: Case) -> list[tuple[int, Resume]]:
-    return [(index, a) for index, a in enumerate(case.program) if isinstance(a, Resume)]
+def _resumes(case: Case) -> list[tuple[int, Load]]:
+    return [(index, a) for index, a in enumerate(case.program) if isinstance(a, Load)]
 
 
 def _leaves_no_trace(
@@ -121,7 +121,7 @@ def _full_mismatches(evaluator: Evaluator, observation: Observation) -> list[Mis
             return [*found, *moment.mismatches]
         if isinstance(moment.action, Save):
             saved = moment.after
-        if isinstance(moment.action, Resume):
+        if isinstance(moment.action, Load):
             assert saved is not None
             found += snapshot_mismatches(moment, saved)
     return found

@@ -16,8 +16,8 @@ from fsdp_engine.contract.actions import (
     Action,
     Damage,
     Infer,
+    Load,
     Reject,
-    Resume,
     Save,
     Train,
 )
@@ -29,14 +29,14 @@ _STRATEGIES: tuple[Literal["fsdp2", "fsdp1"], ...] = ("fsdp2", "fsdp1")
 
 def resuming(_: Setting) -> SearchStrategy[Program]:
     """Steps that are lost between a checkpoint and its resume, into the trainee or a new one."""
-    resumes = st.booleans().map(lambda fresh: [Resume(fresh=fresh)])
+    resumes = st.booleans().map(lambda fresh: [Load(fresh=fresh)])
     return _programs(resumes)
 
 
 def resharding(_: Setting) -> SearchStrategy[Program]:
     """The same, into a trainee by any strategy on any mesh of as many ranks."""
     strategies = st.sampled_from(_STRATEGIES)
-    return _programs(strategies.map(lambda name: [Resume(fresh=True, strategy=name)]))
+    return _programs(strategies.map(lambda name: [Load(fresh=True, strategy=name)]))
 
 
 def saving(_: Setting) -> SearchStrategy[Program]:

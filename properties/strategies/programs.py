@@ -23,9 +23,9 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Poison,
     Restore,
-    Resume,
     Train,
     Unfreeze,
 )
@@ -257,7 +257,7 @@ def _placed(draw: DrawFn, action: Action, batches: tuple[Batch, ...], planning: 
         last = _num_micro_batches(batches[action.batch], planning) - 1
         at = draw(st.integers(0, last), label="interrupted micro-batch")
         return replace(action, micro_batch=at)
-    if isinstance(action, Resume) and action.strategy:
+    if isinstance(action, Load) and action.strategy:
         shapes = _shapes(len(batches[0].ranks))
         return replace(action, shape=draw(st.sampled_from(shapes), label="mesh of the resume"))
     return action
