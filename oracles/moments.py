@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fsdp_engine.contract.actions import Action, Freeze, Unfreeze, asks_for_step
-from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.actions import (
+    Action,
+    Freeze,
+    Load,
+    Save,
+    Unfreeze,
+    asks_for_step,
+)
+from fsdp_engine.contract.case import Case, Mesh, case_behind
 from fsdp_engine.contract.observation import (
     LocalArray,
     Observation,
@@ -33,13 +40,16 @@ class Snapshot:
 
     `weights` are full tensors in the storage dtype. `optimizer` is slot to name to full tensor; a
     parameter without state is missing. `frozen` names take no gradients. `schedule_steps` counts
-    the steps of the learning rate so far.
+    the steps of the learning rate so far, `saved_steps` those at the last checkpoint. `mesh` is the
+    one that the ranks are in.
     """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
     frozen: frozenset[str]
     schedule_steps: int
+    saved_steps: int
+    mesh: Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,8 @@ def moments(evaluator: Evaluator, observation: Observation) -> Iterator[Moment]:
         optimizer={},
         frozen=frozenset(shapes) - evaluator.trainable,
         schedule_steps=0,
+        saved_steps=0,
+        mesh=case.mesh,
     )
     for index, action in enumerate(case.program):
         records = tuple(rank.records[index] for rank in observation.ranks)
@@ -95,7 +107,7 @@ def moments(evaluator: Evaluator, observation: Observation) -> Iterator[Moment]:
 
 
 def assemble_state(
-    case: Case,
+    mesh: Mesh,
     states: Sequence[OptimizerState],
     shapes: dict[str, tuple[int, ...]],
     *,
@@ -105,14 +117,14 @@ def assemble_state(
     full: dict[str, dict[str, Tensor]] = {}
     mismatches: list[Mismatch] = []
     for slot in sorted({slot for state in states for slot in state}):
-        assembled = assemble_slot(case, states, slot, shapes, where=where)
+        assembled = assemble_slot(mesh, states, slot, shapes, where=where)
         mismatches += assembled.mismatches
         full[slot] = {name: t for name, t in assembled.full.items() if t is not None}
     return full, mismatches
 
 
 def assemble_slot(
-    case: Case,
+    mesh: Mesh,
     states: Sequence[OptimizerState],
     slot: str,
     shapes: dict[str, tuple[int, ...]],
@@ -126,7 +138,7 @@ def assemble_slot(
         parts = _with_numbers(parts)
     return assemble(
         parts,
-        mesh=case.mesh,
+        mesh=mesh,
         shapes=dict.fromkeys(shapes, ()) if numbers else shapes,
         where=f"{where} {slot}",
     )
@@ -139,21 +151,17 @@ def _moment(
     records: tuple[Record, ...],
     before: Snapshot,
 ) -> Moment:
-    after = replace(
-        before,
-        frozen=_frozen_after(evaluator.case, action, before.frozen),
-        schedule_steps=before.schedule_steps + asks_for_step(action),
-    )
+    after = _expected(evaluator.case, action, before)
     moment = Moment(index=index, action=action, records=records, before=before, after=after)
     shown = [_shown(record) for record in records]
     if not any(parameters for parameters, _ in shown):
         return moment
-    case, shapes, where = evaluator.case, evaluator.shapes, f"{moment} parameter"
-    assembled = assemble([p for p, _ in shown], mesh=case.mesh, shapes=shapes, where=where)
+    shapes, where = evaluator.shapes, f"{moment} parameter"
+    assembled = assemble([p for p, _ in shown], mesh=after.mesh, shapes=shapes, where=where)
     weights = {name: t for name, t in assembled.full.items() if t is not None}
     absent = [name for name, tensor in assembled.full.items() if tensor is None]
     optimizer, misfits = assemble_state(
-        case, [state for _, state in shown], shapes, where=f"{moment} optimizer state"
+        after.mesh, [state for _, state in shown], shapes, where=f"{moment} optimizer state"
     )
     mismatches = [
         *assembled.mismatches,
@@ -169,6 +177,23 @@ def _shown(record: Record) -> tuple[tuple[LocalArray, ...], OptimizerState]:
     if isinstance(record, TrainRecord | StateRecord):
         return record.parameters, record.optimizer_state
     return (), {}
+
+
+def _expected(case: Case, action: Action, before: Snapshot) -> Snapshot:
+    """What holds behind an action but for what it shows itself."""
+    after = replace(
+        before,
+        frozen=_frozen_after(case, action, before.frozen),
+        schedule_steps=before.schedule_steps + asks_for_step(action),
+    )
+    match action:
+        case Save():
+            return replace(after, saved_steps=before.schedule_steps)
+        case Load():
+            here = case_behind(replace(case, mesh=before.mesh), action).mesh
+            return replace(after, schedule_steps=before.saved_steps, mesh=here)
+        case _:
+            return after
 
 
 def _frozen_after(case: Case, action: Action, frozen: frozenset[str]) -> frozenset[str]:

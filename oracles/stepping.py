@@ -96,7 +96,7 @@ def steps(evaluator: Evaluator, observation: Observation) -> Iterator[Step]:
         if not any(record.norm is not None for record in shown):
             continue
         assembled = [
-            assemble(parts, mesh=case.mesh, shapes=shapes, where=f"{moment} {kind}")
+            assemble(parts, mesh=moment.before.mesh, shapes=shapes, where=f"{moment} {kind}")
             for kind, parts in (
                 ("gradient", [record.gradients for record in shown]),
                 ("clipped gradient", [record.clipped for record in shown]),

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import find, given
 
-from fsdp_engine.contract.actions import Freeze, Infer, Interrupt, Poison, Restore, Train, Unfreeze
+from fsdp_engine.contract.actions import (
+    Freeze,
+    Infer,
+    Interrupt,
+    Load,
+    Poison,
+    Reject,
+    Restore,
+    Save,
+    Train,
+    Unfreeze,
+)
 from fsdp_engine.contract.case import Case
 from properties.covering import Axes
 from properties.strategies.cases import (
@@ -15,7 +26,11 @@ from properties.strategies.cases import (
     inferring_cases,
     interrupted_cases,
     poisoned_cases,
+    rejecting_cases,
+    resharding_cases,
     restoring_cases,
+    resuming_cases,
+    saving_cases,
     stepping_cases,
     unused_cases,
 )
@@ -24,6 +39,7 @@ from tests.drawing import SEARCH, SHRINK, Draw, Feature, kinds_of
 
 _STEP = Train(step=True)
 _STEP_OF_NEXT = Train(batch=1, step=True)
+_SAVED = (_STEP, Save(), _STEP)
 
 
 FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
@@ -75,6 +91,28 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
         restoring_cases,
         lambda c: "infer" in kinds_of(c)[kinds_of(c).index("restore") :],
     ),
+    "the second of two checkpoints, in a new trainee": (
+        resuming_cases,
+        lambda c: (
+            kinds_of(c).count("save") == 2
+            and any(isinstance(action, Load) and action.fresh for action in c.program)
+        ),
+    ),
+    "one checkpoint kept": (
+        resuming_cases,
+        lambda c: any(isinstance(action, Save) and action.max_to_keep == 1 for action in c.program),
+    ),
+    "a resume by the other strategy in a column": (
+        resharding_cases,
+        lambda c: any(
+            isinstance(action, Load) and (action.strategy, action.shape) == ("fsdp1", (2, 1))
+            for action in c.program
+        ),
+    ),
+    "every damage in one program": (
+        rejecting_cases,
+        lambda c: len({a.damage for a in c.program if isinstance(a, Reject)}) == 4,
+    ),
     "groups of three": (grouped_cases, lambda c: c.engine.planning.group == 3),
 }
 
@@ -113,6 +151,10 @@ def test_batches_planned_by_tokens_are_interrupted_late() -> None:
         (inferring_cases, (Infer(), Train())),
         (freezing_cases, (Freeze(), _STEP)),
         (restoring_cases, (_STEP, Restore(), Train(batch=1))),
+        (resuming_cases, (*_SAVED, Load(), _STEP)),
+        (resharding_cases, (*_SAVED, Load(fresh=True, strategy="fsdp2", shape=(2,)), _STEP)),
+        (saving_cases, (*_SAVED, Save(), _STEP)),
+        (rejecting_cases, (*_SAVED, Reject(damage="flipped", file=1), _STEP)),
         (grouped_cases, (Train(),)),
         (unused_cases, (_STEP, _STEP_OF_NEXT)),
     ],

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.plain_loop import PlainTrainee, ranks_run_the_same
-from fsdp_engine.contract.actions import ACTIONS, Export
+from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Export
 from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
@@ -176,7 +176,7 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
         name=name,
         versions={"torch": torch.__version__},
         strategies=(strategy,),
-        actions=ACTIONS,
+        actions=tuple(kind for kind in ACTIONS if kind not in CHECKPOINT_ACTIONS),
     )
 
 

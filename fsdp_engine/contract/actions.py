@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_engine.contract.limits import MAX_SEQUENCES, require_between
+from fsdp_engine.contract.limits import MAX_ACTIONS, MAX_SEQUENCES, require, require_between
 from fsdp_engine.contract.model import Part
 
 
@@ -96,7 +96,68 @@ class Restore:
     kind: Literal["restore"] = "restore"
 
 
-Action: TypeAlias = Train | Infer | Export | Poison | Interrupt | Eval | Freeze | Unfreeze | Restore
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A checkpoint is saved; `max_to_keep` of them stay, 0 for all."""
+
+    kind: Literal["save"] = "save"
+    max_to_keep: int = 0
+
+    def __post_init__(self) -> None:
+        require_between("save.max_to_keep", self.max_to_keep, 0, MAX_ACTIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The newest checkpoint is loaded: into the trainee as it is, or `fresh` into a new one.
+
+    A new one may be built by another `strategy` and on another mesh of as many ranks, `shape`;
+    empty is that from before.
+    """
+
+    kind: Literal["load"] = "load"
+    fresh: bool = False
+    strategy: Literal["", "fsdp2", "fsdp1"] = ""
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        other = bool(self.strategy or self.shape)
+        require(self.fresh or not other, "load.fresh", self.fresh, "true on another mesh")
+
+
+Damage: TypeAlias = Literal["truncated", "flipped", "missing", "foreign"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """A damaged copy of the newest checkpoint is to be loaded, which must be refused.
+
+    One of its files, number `file` of them in order and from the first again, is cut to a half, has
+    a bit flipped in its middle, or is gone; or all of them are `foreign` files of the same names.
+    """
+
+    kind: Literal["reject"] = "reject"
+    damage: Damage = "truncated"
+    file: int = 0
+
+    def __post_init__(self) -> None:
+        require_between("reject.file", self.file, 0, MAX_ACTIONS)
+
+
+Action: TypeAlias = (
+    Train
+    | Infer
+    | Export
+    | Poison
+    | Interrupt
+    | Eval
+    | Freeze
+    | Unfreeze
+    | Restore
+    | Save
+    | Load
+    | Reject
+)
 ACTIONS = (
     "train",
     "infer",
@@ -107,8 +168,14 @@ ACTIONS = (
     "freeze",
     "unfreeze",
     "restore",
+    "save",
+    "load",
+    "reject",
 )
 """The kinds of all actions."""
+
+CHECKPOINT_ACTIONS = ("save", "load", "reject")
+"""The kinds of those that need a trainee with checkpoints."""
 
 BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)
 """The actions that run over a batch."""

@@ -7,14 +7,17 @@ legal: every rule is checked when it is built, and the error names the field and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from fsdp_engine.contract.actions import (
     BATCH_ACTIONS,
     Action,
     Freeze,
+    Load,
     Poison,
+    Reject,
+    Save,
     Train,
     Unfreeze,
 )
@@ -192,6 +195,7 @@ class Case:
         for action in self.program:
             self._require_legal(action)
         self._require_one_frozen_part()
+        self._require_saved_before()
         if self.exact:
             require(not self.model.is_language, "case.exact", self.exact, "torch families only")
             require(not self.model.lora_rank, "case.exact", self.exact, "without an adapter only")
@@ -216,6 +220,23 @@ class Case:
             legal = "none" if isinstance(action, Freeze) else action.part
             require(frozen == legal, action.kind, action.part, f"frozen before is {legal}")
             frozen = action.part if isinstance(action, Freeze) else "none"
+
+    def _require_saved_before(self) -> None:
+        """What is loaded was saved, on a mesh that there is; nothing is frozen in between."""
+        saved = False
+        kinds = [action.kind for action in self.program]
+        for action in self.program:
+            saved |= isinstance(action, Save)
+            if not isinstance(action, Load | Reject):
+                continue
+            require(saved, "case.program", kinds, f"a save before a {action.kind}")
+            changes = "freeze" in kinds or "unfreeze" in kinds
+            require(
+                not changes, "case.program", kinds, f"nothing frozen where there is {action.kind}"
+            )
+            if isinstance(action, Load) and action.shape:
+                mesh, here = Mesh(shape=action.shape), self.mesh.world_size
+                require(mesh.world_size == here, "load.shape", action.shape, f"{here} ranks")
 
     def _require_plannable(self, batch: Batch) -> None:
         planning = self.engine.planning
@@ -247,6 +268,13 @@ class Case:
     def loss(self) -> Literal["squared", "cross_entropy"]:
         """The per-token loss: a polynomial where values must stay dyadic or there are no tokens."""
         return "cross_entropy" if self.model.takes_tokens and not self.exact else "squared"
+
+
+def case_behind(case: Case, action: Load) -> Case:
+    """The case as its program goes on behind a resume: on that mesh, by that strategy."""
+    mesh = Mesh(shape=action.shape) if action.shape else case.mesh
+    engine = replace(case.engine, strategy=action.strategy or case.engine.strategy)
+    return replace(case, mesh=mesh, engine=engine)
 
 
 def literal_values(alias: object) -> tuple[str, ...]:

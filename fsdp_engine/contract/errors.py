@@ -4,6 +4,7 @@ FsdpPropertiesError
 ├── CaseError (also ValueError)        a case or case file that describes no legal run
 ├── ConfigError (also ValueError)      an engine configuration that is refused
 ├── EngineStateError (also RuntimeError)  a call that the engine's present state does not allow
+├── CheckpointError (also RuntimeError)   a checkpoint that cannot be written, or is refused
 ├── EngineLoadError                    an engine name that leads to no engine
 ├── AcceleratorError                   the simulated device cannot be had in this process
 └── RunError                           a case that ran and showed no observation
@@ -31,6 +32,13 @@ class ConfigError(FsdpPropertiesError, ValueError):
 
 class EngineStateError(FsdpPropertiesError, RuntimeError):
     """A call that the engine's present state does not allow. Says what would allow it."""
+
+
+class CheckpointError(FsdpPropertiesError, RuntimeError):
+    """A checkpoint that cannot be written, or that is refused. Names what is wrong in which file.
+
+    Where one is refused nothing has been touched, on any rank.
+    """
 
 
 class EngineLoadError(FsdpPropertiesError):

@@ -199,10 +199,11 @@ class ExportRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRecord:
-    """One interrupt, eval, freeze, unfreeze or restore action on one rank, and what it left.
+    """An action on one rank that has nothing else to show, and what it left.
 
-    `raised` is the class name of what came out of an interrupted batch, empty where nothing did;
-    `injected` whether the exception that was put in is it or its cause.
+    `raised` is the class name of what came out of an interrupted batch or a checkpoint that is to
+    be refused, empty where nothing did; `injected` whether the exception that was put in is it or
+    its cause. `random` is a digest of torch's random state, at a save and behind a resume.
     """
 
     kind: Literal["state"] = "state"
@@ -213,6 +214,7 @@ class StateRecord:
     parameters: tuple[LocalArray, ...]
     optimizer_state: OptimizerState
     collectives: tuple[Collective, ...]
+    random: str = ""
 
 
 Record: TypeAlias = TrainRecord | InferRecord | ExportRecord | StateRecord

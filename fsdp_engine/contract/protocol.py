@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case, Scalar
@@ -43,11 +43,14 @@ class RankContext:
 
     `device` is torch's name of the rank's device, with an index where there is one. Batches come on
     the host.
+    `directory` is a path for the case's checkpoints, the same on all ranks. Nothing is there yet,
+    and what is put there is removed with the case.
     """
 
     rank: int
     world_size: int
     device: str = "cpu"
+    directory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,23 @@ class Trainee(Protocol):
 
     def restore(self, parameters: tuple[LocalShard, ...]) -> None:
         """Write this rank's parts, as `parameters` gave them, back in place."""
+
+
+@runtime_checkable
+class Checkpointing(Protocol):
+    """What a trainee has as well when its engine offers the actions `CHECKPOINT_ACTIONS`."""
+
+    def save(self, path: str, *, max_to_keep: int | None = None) -> object:
+        """Save the next checkpoint below `path`: all that a trainee built anew needs to go on.
+
+        Of all checkpoints below, the newest `max_to_keep` stay.
+        """
+
+    def load(self, path: str) -> object:
+        """Go on from the newest checkpoint below `path`, whatever mesh and strategy saved it.
+
+        Raises `CheckpointError` on every rank, with nothing touched, where it is not whole.
+        """
 
 
 class Engine(Protocol):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.errors import EngineStateError
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
+from fsdp_engine.engine import checkpoint
 from fsdp_engine.engine.config import DTYPES, EngineConfig, OptimizerConfig
 from fsdp_engine.engine.export import export_entries, gather_all
 from fsdp_engine.engine.gradient_sync import GradientSync
@@ -222,6 +224,43 @@ class FsdpEngine:
         """
         return self._export(self._steps)
 
+    def save(self, path: str | Path, *, max_to_keep: int | None = None) -> Path:
+        """Write the next checkpoint below `path` and return its folder. A collective call.
+
+        Weights, buffers, optimizer, schedule and every rank's random numbers; gradients are not in
+        it. Below `path` all but the newest `max_to_keep` are removed, once the new one is on disk.
+
+        Raises:
+            ConfigError: `max_to_keep` is less than one.
+            CheckpointError: it cannot be written; earlier ones are as they were.
+        """
+        return checkpoint.save(self._held(), Path(path), max_to_keep=max_to_keep)
+
+    def load(self, path: str | Path) -> checkpoint.Loaded:
+        """Go on from the checkpoint at `path`, or from the newest below it. A collective call.
+
+        It may come from another mesh, number of ranks or strategy. Gradients are dropped; which
+        parameters train stays. Random numbers go on where as many ranks have saved theirs.
+
+        Raises:
+            CheckpointError: it is refused, on every rank, and nothing has been touched.
+        """
+        ready = checkpoint.prepare(self._held(), Path(path))
+        self.zero_grad()
+        reshard(self.module)
+        ready.write()
+        self._steps += 1  # an export that has begun would go on with other weights
+        return ready.loaded
+
+    def _held(self) -> checkpoint.Held:
+        optimization = self._optimization
+        return checkpoint.Held(
+            module=self.module,
+            entries=self._entries,
+            optimization=None if optimization is None else optimization.saved(),
+            device=self._device,
+        )
+
     def _export(self, steps: int) -> Iterator[tuple[str, Tensor]]:
         for item in gather_all(self.module, self._entries, self._mesh, self._device):
             self._require_no_step_since(steps)
@@ -292,6 +331,13 @@ class _Optimization:
 
     def state(self) -> Iterator[tuple[str, LocalShard]]:
         return state_shards(self._module, self._optimizer, STATE_SLOTS[self._config.optimizer])
+
+    def saved(self) -> checkpoint.Optimization:
+        """What a checkpoint holds of it."""
+        slots = STATE_SLOTS[self._config.optimizer]
+        return checkpoint.Optimization(
+            optimizer=self._optimizer, schedule=self._schedule, slots=slots
+        )
 
     def lr_step(self) -> float:
         self._schedule.step()

@@ -6,7 +6,7 @@ first name. A parameter that no wrapper manages is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,31 @@ def write_shards(module: nn.Module, parameters: Iterable[LocalShard]) -> None:
             assert target is not None
             assert shard.data is not None
             target.copy_(shard.data)
+
+
+@torch.no_grad()
+def write_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Exchange the optimizer's state for this: parameter name to slot to this rank's elements.
+
+    A parameter that is not named has none afterwards. So it is where FSDP1 leaves a rank without an
+    element of a parameter: no gradient reaches it there, and no step.
+    """
+    optimizer.state.clear()
+    for part in _parts(module):
+        if part.name not in state or not (part.data.numel() or isinstance(part.parameter, DTensor)):
+            continue
+        own = optimizer.state[part.parameter]
+        for slot, value in state[part.name].items():
+            if slot == "step":
+                own[slot] = value.reshape(()).clone()
+                continue
+            whole = own[slot] = torch.zeros_like(part.parameter)
+            target = whole._local_tensor if isinstance(whole, DTensor) else whole
+            target.copy_(value.view(part.data.shape))
 
 
 def plain_name(name: str) -> str:

@@ -6,10 +6,14 @@ action says so the step, the clipped gradients, the schedule, the parameters and
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_engine.contract.actions import (
@@ -19,12 +23,15 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Poison,
+    Reject,
     Restore,
+    Save,
     Train,
     Unfreeze,
 )
-from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case import Case, case_behind
 from fsdp_engine.contract.observation import (
     Array,
     ExportedTensor,
@@ -39,6 +46,7 @@ from fsdp_engine.contract.observation import (
     TrainRecord,
 )
 from fsdp_engine.contract.protocol import (
+    Checkpointing,
     Engine,
     LocalShard,
     RankContext,
@@ -50,26 +58,23 @@ from fsdp_engine.torch_private.shards import plain_name
 from fsdp_engine.workload.batches import LocalBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import part_names, unit_names
+from fsdp_engine.world.damage import damaged_copy, damaged_path
 from fsdp_engine.world.injection import Interruption, is_injected, poisoned
 from fsdp_engine.world.recorder import Recorder
 
 
 def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> RankObservation:
     """Build the trainee, run the program. Whatever the engine raises passes through."""
-    trainee = engine.build(case, rank)
+    run = _Run(engine, case, rank, recorder)
     build_collectives, _ = recorder.take()
-    with recorder.during("other"):
-        start = _copies(trainee.parameters())
-    recorder.take()
+    initial, training = run.begin()
     recorder.take_copies()
     built_bytes = recorder.device_bytes()
-    run = _Run(trainee, case, rank, recorder, start)
-    training = trainee.module.training
-    with recorder.watching(trainee.module):
+    with run.watching:
         records = tuple(map(run.record, case.program))
     return RankObservation(
         rank=rank.rank,
-        initial=_arrays(start),
+        initial=initial,
         records=records,
         build_collectives=build_collectives,
         training=training,
@@ -79,21 +84,26 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
 
 
 class _Run:
-    """One program on one rank; `start` are the parameters as they were built."""
+    """One program on one rank. A resume may exchange the trainee, and the case's mesh with it."""
 
-    def __init__(
-        self,
-        trainee: Trainee,
-        case: Case,
-        rank: RankContext,
-        recorder: Recorder,
-        start: tuple[LocalShard, ...],
-    ) -> None:
-        self._trainee = trainee
+    def __init__(self, engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> None:
+        self._engine = engine
         self._case = case
+        self._context = rank
         self._rank = rank.rank
         self._recorder = recorder
-        self._start = start
+        self._trainee = engine.build(case, rank)
+        self._start: tuple[LocalShard, ...] = ()
+        self.watching = ExitStack()
+
+    def begin(self) -> tuple[tuple[LocalArray, ...], bool]:
+        """Parameters and mode as they were built; from here on forwards are seen."""
+        trainee, recorder = self._trainee, self._recorder
+        with recorder.during("other"):
+            self._start = _copies(trainee.parameters())
+        recorder.take()
+        self.watching.enter_context(recorder.watching(trainee.module))
+        return _arrays(self._start), trainee.module.training
 
     def record(self, action: Action) -> Record:
         """Run one action."""
@@ -110,6 +120,8 @@ class _Run:
                 return self._export(action)
             case Interrupt():
                 return self._interrupt(action)
+            case Save() | Load() | Reject():
+                return self._checkpoint(action)
             case _:
                 with self._recorder.during("other"):
                     self._change(action)
@@ -127,6 +139,48 @@ class _Run:
                 trainee.unfreeze(part_names(self._case, action.part))
             case Restore():
                 trainee.restore(self._start)
+
+    def _checkpoint(self, action: Save | Load | Reject) -> StateRecord:
+        """Random numbers are drawn, so that every rank's go on by another count."""
+        folder = Path(self._context.directory, "checkpoints")
+        random, raised = "", ""
+        with self._recorder.during("other"):
+            torch.rand(1 + self._rank)
+            match action:
+                case Save():
+                    random = _random_digest()
+                    self._saver.save(str(folder), max_to_keep=action.max_to_keep or None)
+                case Load():
+                    if action.fresh:
+                        self._rebuild(case_behind(self._case, action))
+                    self._saver.load(str(folder))
+                    random = _random_digest()
+                case Reject():
+                    raised = self._reject(action, folder)
+        return replace(self._state_record(raised=raised), random=random)
+
+    def _rebuild(self, case: Case) -> None:
+        self.watching.close()
+        self._recorder.move(case.mesh)
+        self._case = case
+        self._trainee = self._engine.build(case, self._context)
+        self.begin()
+
+    def _reject(self, action: Reject, folder: Path) -> str:
+        if self._rank == 0:
+            damaged_copy(folder, action)
+        dist.barrier()
+        try:
+            self._saver.load(str(damaged_path(folder)))
+        except Exception as error:  # noqa: BLE001  a check judges what it is
+            return type(error).__name__
+        return ""
+
+    @property
+    def _saver(self) -> Checkpointing:
+        trainee = self._trainee
+        assert isinstance(trainee, Checkpointing), "its engine says that it saves and loads"
+        return trainee
 
     def _train(self, batch: int, loss: TokenLoss, *, step: bool) -> TrainRecord:
         trainee, recorder = self._trainee, self._recorder
@@ -251,6 +305,10 @@ def _optimizer_state(trainee: Trainee) -> OptimizerState:
     for slot, shard in trainee.optimizer_state():
         slots.setdefault(slot, []).append(shard)
     return {slot: _arrays(shards) for slot, shards in slots.items()}
+
+
+def _random_digest() -> str:
+    return hashlib.sha256(as_array(torch.get_rng_state()).data).hexdigest()
 
 
 def _copies(shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:

@@ -10,6 +10,11 @@ REPORT = b"?"
 REPORTED = b"!"
 
 
+def files_path(store: str | Path) -> Path:
+    """Where the trainees of a case leave files, by the path of its store."""
+    return Path(f"{store}.files")
+
+
 def stack_path(directory: Path, rank: int) -> Path:
     """Where a rank writes its Python stacks when it gets SIGUSR1."""
     return directory / f"rank{rank}.stack"

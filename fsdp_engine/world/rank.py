@@ -30,7 +30,7 @@ from fsdp_engine.world import wire
 from fsdp_engine.world.collective_log import CollectiveLog
 from fsdp_engine.world.device import Device
 from fsdp_engine.world.driver import drive
-from fsdp_engine.world.paths import REPORT, REPORTED, log_path, stack_path
+from fsdp_engine.world.paths import REPORT, REPORTED, files_path, log_path, stack_path
 from fsdp_engine.world.recorder import Recorder, Tap
 from fsdp_engine.world.registry import load_engine
 
@@ -106,7 +106,12 @@ def _run(
             return wire.Unsupported(reason=reason)
         numerics = engine.numerics(case) if rank == 0 else None
         _join(command.store, case, rank, device)
-        context = RankContext(rank=rank, world_size=case.mesh.world_size, device=device.torch_name)
+        context = RankContext(
+            rank=rank,
+            world_size=case.mesh.world_size,
+            device=device.torch_name,
+            directory=str(files_path(command.store)),
+        )
         with tap.listening(recorder):
             observation = _observe(engine, case, context, recorder, device)
     except BaseException as error:

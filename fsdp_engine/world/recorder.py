@@ -83,6 +83,10 @@ class Recorder:
         self._in_pass = False
         self.num_collectives = 0
 
+    def move(self, mesh: Mesh) -> None:
+        """Go on with a module on another mesh of the same ranks."""
+        self._axes = _axes(mesh, self.rank)
+
     def take_copies(self) -> tuple[Copy, ...]:
         """The engine's own copies since the last call: those of its phases, not the driver's."""
         return self._device.take_copies()

@@ -24,6 +24,7 @@ from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables
 from fsdp_engine.world import wire
 from fsdp_engine.world.autopsy import collect_stacks, hang, parted, rank_output
+from fsdp_engine.world.paths import files_path
 from fsdp_engine.world.processes import START_TIMEOUT_S, RankProcess, zygote
 
 GRACE_S = 1.0
@@ -72,6 +73,7 @@ class World:
         self.broken = True
         replies = self._ask(wire.RunCase(case=case, store=str(store)), size)
         store.unlink(missing_ok=True)
+        shutil.rmtree(files_path(store), ignore_errors=True)
         refused = [r for r in replies.values() if isinstance(r, wire.Unsupported)]
         if refused:
             self.broken = len(refused) < size

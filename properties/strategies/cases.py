@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -24,7 +24,7 @@ from fsdp_engine.contract.case import (
     Strategy,
 )
 from properties.covering import FACTORS, Axes, factors, is_possible
-from properties.strategies import programs
+from properties.strategies import checkpoints, programs
 from properties.strategies.batches import batches, made_exact, planning_for, plans, ungated
 from properties.strategies.meshes import meshes
 from properties.strategies.models import models
@@ -92,6 +92,26 @@ def restoring_cases(row: Axes) -> SearchStrategy[Case]:
     return _cases(row, programs=programs.restoring, moving=True)
 
 
+def resuming_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row that go back to a checkpoint and on from there."""
+    return _cases(row, programs=checkpoints.resuming, adaptive=True, moving=True)
+
+
+def resharding_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row that go on from a checkpoint on another mesh, by another strategy."""
+    return _cases(row, programs=checkpoints.resharding, adaptive=True, moving=True)
+
+
+def saving_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row that save between training actions."""
+    return _cases(row, programs=checkpoints.saving, adaptive=True, moving=True)
+
+
+def rejecting_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row in which a damaged checkpoint must be refused."""
+    return _cases(row, programs=checkpoints.rejecting, adaptive=True, moving=True)
+
+
 def grouped_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row in which groups of sequences stay together."""
     return st.sampled_from((2, 3)).flatmap(
@@ -125,6 +145,10 @@ _DRAWS: tuple[CasesOfRow, ...] = (
     restoring_cases,
     grouped_cases,
     unused_cases,
+    resuming_cases,
+    resharding_cases,
+    saving_cases,
+    rejecting_cases,
 )
 
 
@@ -164,10 +188,14 @@ def _cases(  # noqa: PLR0913  one keyword per kind of case
     exact: bool = False,
     group: int = 1,
     unused: bool = False,
+    adaptive: bool = False,
     several: bool = False,
     moving: bool = False,
 ) -> Case:
-    """`moving`: the first step has a learning rate above zero already."""
+    """`moving`: the first step has a learning rate above zero already.
+
+    `adaptive`: the optimizer is AdamW.
+    """
     mesh = draw(meshes(row.mesh), label="mesh")
     model = draw(models(row.kind, lora=row.adapter == "lora", exact=exact), label="model")
     loss_mode = draw(st.sampled_from(_LOSS_MODES), label="loss mode")
@@ -198,7 +226,7 @@ def _cases(  # noqa: PLR0913  one keyword per kind of case
             planning=planning,
             loss_mode=loss_mode,
         ),
-        optimizer=_optimizer(draw, program, decaying=unused, moving=moving),
+        optimizer=_optimizer(draw, program, decaying=unused, adaptive=adaptive, moving=moving),
         batches=tuple(drawn),
         program=placed(draw, program, tuple(drawn), planning),
         exact=exact,
@@ -219,7 +247,9 @@ def _sources(row: Axes) -> SearchStrategy[ConfigSource]:
     return st.one_of(st.just("dataclass"), st.sampled_from(others))
 
 
-def _optimizer(draw: DrawFn, program: Program, *, decaying: bool, moving: bool) -> Optimizer:
+def _optimizer(
+    draw: DrawFn, program: Program, *, decaying: bool, adaptive: bool, moving: bool
+) -> Optimizer:
     """Steps stay small enough for weights to stay finite over a whole program.
 
     `decaying`: AdamW with weight decay, which moves whatever is not left out of the step.
@@ -227,8 +257,9 @@ def _optimizer(draw: DrawFn, program: Program, *, decaying: bool, moving: bool) 
     if not any(map(asks_for_step, program)):
         return Optimizer()
     cosine = draw(st.booleans(), label="cosine schedule")
+    kinds: tuple[Literal["sgd", "adamw"], ...] = ("sgd", "adamw")
     return Optimizer(
-        kind="adamw" if decaying else draw(st.sampled_from(("sgd", "adamw")), label="optimizer"),
+        kind=draw(st.sampled_from(kinds[decaying or adaptive :]), label="optimizer"),
         lr=draw(st.sampled_from((0.125, 0.0078125, 0.001)), label="lr"),
         weight_decay=0.0625 if decaying else draw(st.sampled_from((0.0, 0.0625)), label="decay"),
         clip_grad=draw(st.sampled_from((1.0, 0.015625, 64.0)), label="clip"),

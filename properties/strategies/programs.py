@@ -23,6 +23,7 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Poison,
     Restore,
     Train,
@@ -128,7 +129,7 @@ def _programs(
     completed: Callable[[list[Action], Setting], list[Action]],
 ) -> Program:
     drawn = draw(_lists(setting.parts, kinds), label="actions")
-    return _renumbered(_toggled(completed(drawn, setting), setting))
+    return renumbered(_toggled(completed(drawn, setting), setting))
 
 
 @functools.cache
@@ -232,7 +233,7 @@ def _toggled(actions: list[Action], setting: Setting) -> list[Action]:
     return toggled
 
 
-def _renumbered(actions: list[Action]) -> Program:
+def renumbered(actions: list[Action]) -> Program:
     """Batches by the order of their first use."""
     numbers: dict[int, int] = {}
     for action in actions:
@@ -256,7 +257,16 @@ def _placed(draw: DrawFn, action: Action, batches: tuple[Batch, ...], planning: 
         last = _num_micro_batches(batches[action.batch], planning) - 1
         at = draw(st.integers(0, last), label="interrupted micro-batch")
         return replace(action, micro_batch=at)
+    if isinstance(action, Load) and action.strategy:
+        shapes = _shapes(len(batches[0].ranks))
+        return replace(action, shape=draw(st.sampled_from(shapes), label="mesh of the resume"))
     return action
+
+
+def _shapes(world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Every mesh of so many ranks."""
+    extents = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    return ((world_size,), *((world_size // n, n) for n in extents))
 
 
 def _num_micro_batches(batch: Batch, planning: Planning) -> int:

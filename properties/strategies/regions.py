@@ -45,6 +45,21 @@ def with_predicted_bytes(row: Axes) -> bool:
     return row.adapter == "plain" and row.kind not in OPTIONAL_KINDS
 
 
+def saved_on_many_ranks(row: Axes) -> bool:
+    """Small models of every kind of parameter, on two ranks and more.
+
+    How batches are split and gradients synchronised has no part in a checkpoint.
+    """
+    small = row.kind in ("linear", "mlp", "embedding", "tied", "frozen", "buffers")
+    return small and (row.planning, row.sync) == ("static", "eager") and many_ranks(row)
+
+
+def saved_on_few_ranks(row: Axes) -> bool:
+    """Of these the worlds of two and three ranks."""
+    few = row.mesh in ("line2", "line3", "row", "column")
+    return few and row.adapter == "plain" and saved_on_many_ranks(row)
+
+
 def two_ranks(row: Axes) -> bool:
     """The smallest world of more than one rank, for what is the same on every mesh."""
     return row.mesh == "line2"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.faults.in_batches import IN_BATCHES
+from tests.faults.in_checkpoints import IN_CHECKPOINTS
 from tests.faults.in_devices import IN_DEVICES
 from tests.faults.in_setup import IN_SETUP
 from tests.faults.in_steps import IN_STEPS
 
-FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_DEVICES)
+FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_CHECKPOINTS, *IN_DEVICES)
 """Every fault; those of one class are neighbours."""
