@@ -49,7 +49,7 @@ def reshard(root: nn.Module) -> None:
     Without this the next forward would run on weights from before the optimizer step.
     """
     if isinstance(root, FSDPModule):
-        root.reset_iter_state()  # also what was gathered ahead for a unit that did not run
+        _reset_iteration(root)  # also what was gathered ahead for a unit that did not run
         return
     for module in FullyShardedDataParallel.fsdp_modules(root):
         if module._handle is not None:
@@ -68,12 +68,18 @@ def fsdp2_groups(root: nn.Module) -> list[tuple[FSDPModule, Any]]:
 
 def _reset_fsdp2(root: nn.Module) -> None:
     assert isinstance(root, FSDPModule)
-    root.reset_iter_state()
+    _reset_iteration(root)
     for _, group in fsdp2_groups(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def _reset_iteration(root: FSDPModule) -> None:
+    """Before the first forward there is nothing to reset, and torch asks for what is not there."""
+    if root._get_fsdp_state()._is_root is not None:
+        root.reset_iter_state()
 
 
 def _reset_fsdp1(root: FullyShardedDataParallel) -> None:

@@ -7,10 +7,8 @@ action says so the step, the clipped gradients, the schedule, the parameters and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from fsdp_engine.contract.actions import (
     Action,
@@ -21,13 +19,12 @@ from fsdp_engine.contract.actions import (
     Interrupt,
     Poison,
     Restore,
+    Resume,
     Train,
     Unfreeze,
 )
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
-    Array,
-    ExportedTensor,
     ExportRecord,
     InferRecord,
     LocalArray,
@@ -50,6 +47,7 @@ from fsdp_engine.torch_private.shards import plain_name
 from fsdp_engine.workload.batches import LocalBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import part_names, unit_names
+from fsdp_engine.world.consumer import Consumer, as_array
 from fsdp_engine.world.injection import Interruption, is_injected, poisoned
 from fsdp_engine.world.recorder import Recorder
 
@@ -90,6 +88,7 @@ class _Run:
         self._rank = rank.rank
         self._recorder = recorder
         self._start = start
+        self._consumer = Consumer(trainee)
 
     def record(self, action: Action) -> Record:
         """Run one action."""
@@ -102,7 +101,7 @@ class _Run:
                 return self._train(action.batch, loss, step=True)
             case Infer():
                 return self._infer(action)
-            case Export():
+            case Export() | Resume():
                 return self._export(action)
             case Interrupt():
                 return self._interrupt(action)
@@ -163,23 +162,33 @@ class _Run:
 
     def _infer(self, action: Infer) -> InferRecord:
         trainee, recorder = self._trainee, self._recorder
-        with recorder.during("other"), trainee.mode("eval"):
+        with recorder.during("other"), trainee.mode("eval"), self._adapter(action):
             token_losses = trainee.infer(self._local(action.batch), token_loss(self._case))
         collectives, _ = recorder.take()
         return InferRecord(token_losses=as_array(token_losses), collectives=collectives)
 
-    def _export(self, action: Export) -> ExportRecord:
+    def _adapter(self, action: Infer) -> AbstractContextManager[None]:
+        match action.adapter:
+            case "off":
+                return self._trainee.disable_adapter()
+            case "merged":
+                return self._trainee.merge_adapter()
+            case _:
+                return nullcontext()
+
+    def _export(self, action: Export | Resume) -> ExportRecord:
         trainee, recorder = self._trainee, self._recorder
         before = _state(trainee)
         recorder.take()
         with recorder.during("export"):
-            tensors = tuple(
-                ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
-                for name, tensor in trainee.export(action)
-            )
+            tensors, raised = self._consumer.consume(action)
         collectives, _ = recorder.take()
         return ExportRecord(
-            tensors=tensors, before=before, after=_state(trainee), collectives=collectives
+            raised=raised,
+            tensors=tensors,
+            before=before,
+            after=_state(trainee),
+            collectives=collectives,
         )
 
     def _interrupt(self, action: Interrupt) -> StateRecord:
@@ -255,14 +264,4 @@ def _arrays(shards: Iterable[LocalShard]) -> tuple[LocalArray, ...]:
             data=None if shard.data is None else as_array(shard.data),
         )
         for shard in shards
-    )
-
-
-def as_array(tensor: Tensor) -> Array:
-    """A copy of a dense tensor as data."""
-    plain = tensor.detach().to("cpu").contiguous()
-    return Array(
-        dtype=str(plain.dtype).removeprefix("torch."),
-        shape=tuple(plain.shape),
-        data=plain.reshape(-1).view(torch.uint8).numpy().tobytes(),
     )

@@ -106,7 +106,22 @@ def unused_cases(row: Axes) -> SearchStrategy[Case]:
 
 def exporting_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row that export before, between and after train actions."""
-    return _cases(row, programs=_one_of(_EXPORTING))
+    return _cases(row, programs=_exporting)
+
+
+def adapted_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that export before, between and after train actions."""
+    return exporting_cases(replace(row, adapter="lora"))
+
+
+def syncing_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that export base, adapter and merged weights."""
+    return _cases(replace(row, adapter="lora"), programs=programs.syncing, moving=True)
+
+
+def switching_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that infer without it and with it merged."""
+    return _cases(replace(row, adapter="lora"), programs=programs.switching, moving=True)
 
 
 def exact_cases(row: Axes) -> SearchStrategy[Case]:
@@ -208,6 +223,10 @@ def _cases(  # noqa: PLR0913  one keyword per kind of case
 
 def _one_of(fixed: tuple[Program, ...]) -> Programs:
     return lambda _: st.sampled_from(fixed)
+
+
+def _exporting(setting: Setting) -> SearchStrategy[Program]:
+    return st.one_of(st.sampled_from(_EXPORTING), programs.exporting(setting))
 
 
 def _sources(row: Axes) -> SearchStrategy[ConfigSource]:

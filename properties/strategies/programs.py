@@ -25,6 +25,7 @@ from fsdp_engine.contract.actions import (
     Interrupt,
     Poison,
     Restore,
+    Resume,
     Train,
     Unfreeze,
 )
@@ -35,11 +36,15 @@ from oracles.planner import fewest_micro_batches
 Program: TypeAlias = tuple[Action, ...]
 Programs: TypeAlias = "Callable[[Setting], SearchStrategy[Program]]"
 Kind: TypeAlias = Literal[
-    "train", "step", "infer", "eval", "export", "poison", "interrupt", "toggle", "restore"
-]
+    "train", "step", "infer", "switch", "eval", "export", "take", "resume", "poison", "interrupt",
+    "toggle", "restore",
+]  # fmt: skip
 
+Contents: TypeAlias = Literal["all", "base", "adapter", "merged"]
 Phase: TypeAlias = Literal["loss", "forward", "backward"]
 Value: TypeAlias = Literal["nan", "inf"]
+Staging: TypeAlias = Literal["auto", "force", "skip"]
+Drain: TypeAlias = Literal["full", "close", "raise", "hold"]
 
 MAX_DRAWN = 5
 """Actions of a list; what must be there adds one to four."""
@@ -47,10 +52,16 @@ MAX_DRAWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a program may freeze, and what is frozen before it."""
+    """What a program may freeze, what is frozen before it, what it may export.
+
+    `switches` are what inference may do with an adapter; `fuses`: the model has fused experts.
+    """
 
     parts: tuple[Part, ...]
     frozen: Frozen
+    contents: tuple[Contents, ...] = ("all",)
+    switches: tuple[Literal["off", "merged"], ...] = ()
+    fuses: bool = False
 
     @staticmethod
     def of(model: Model) -> Setting:
@@ -60,7 +71,13 @@ class Setting:
             parts = ()
         elif not model.bias:
             parts = parts[:2]
-        return Setting(parts=parts, frozen=model.frozen)
+        return Setting(
+            parts=parts,
+            frozen=model.frozen,
+            contents=("all", "merged", "base", "adapter") if model.lora_rank else ("all",),
+            switches=_switches(model),
+            fuses=model.family == "mixtral",
+        )
 
 
 def stepping(setting: Setting) -> SearchStrategy[Program]:
@@ -88,8 +105,35 @@ def interrupted(setting: Setting) -> SearchStrategy[Program]:
 
 def inferring(setting: Setting) -> SearchStrategy[Program]:
     """Inference, eval mode and exports, and a training action behind them."""
-    kinds: tuple[Kind, ...] = ("infer", "step", "infer", "eval", "train", "step", "export")
+    kinds: tuple[Kind, ...] = (
+        "infer", "step", "infer", "eval", "train", "step", "export", "switch",
+    )  # fmt: skip
     return _programs(setting, kinds, _with_an_infer)
+
+
+def exporting(setting: Setting) -> SearchStrategy[Program]:
+    """Exports of every kind, taken whole, in part or later, between and after steps."""
+    kinds: tuple[Kind, ...] = ("take", "step", "take", "resume", "infer", "train", "restore")
+    return _programs(setting, kinds, _with_an_export)
+
+
+def syncing(setting: Setting) -> SearchStrategy[Program]:
+    """Base, adapter and merged weights exported one after the other, also after a step.
+
+    Without an adapter there is nothing to merge: such a program only exports.
+    """
+    phases = [Export(weights=contents) for contents in setting.contents[1:]]
+    layered = [replace(e, layered=True) if e.weights == "adapter" else e for e in phases]
+    orders = st.one_of(st.permutations(phases), st.permutations(layered))
+    before = _lists(setting, ("step", "switch", "infer", "restore"))
+    return st.builds(
+        lambda actions, exports: _renumbered([*actions[:3], *exports, Export()]), before, orders
+    )
+
+
+def switching(setting: Setting) -> SearchStrategy[Program]:
+    """Inference without the adapter and with it merged, and a training action behind them."""
+    return _programs(setting, ("switch", "step", "infer"), _with_switches)
 
 
 def freezing(setting: Setting) -> SearchStrategy[Program]:
@@ -127,20 +171,21 @@ def _programs(
     kinds: tuple[Kind, ...],
     completed: Callable[[list[Action], Setting], list[Action]],
 ) -> Program:
-    drawn = draw(_lists(setting.parts, kinds), label="actions")
-    return _renumbered(_toggled(completed(drawn, setting), setting))
+    drawn = draw(_lists(setting, kinds), label="actions")
+    return _renumbered(_resumed(_toggled(completed(drawn, setting), setting)))
 
 
 @functools.cache
-def _lists(parts: tuple[Part, ...], kinds: tuple[Kind, ...]) -> SearchStrategy[list[Action]]:
+def _lists(setting: Setting, kinds: tuple[Kind, ...]) -> SearchStrategy[list[Action]]:
     """Kept: making the strategies takes longer than drawing from them."""
-    allowed = [kind for kind in kinds if kind != "toggle" or parts]
-    actions = _actions(parts)
+    missing = {"toggle": not setting.parts, "switch": not setting.switches}
+    allowed = [kind for kind in kinds if not missing.get(kind, False)]
+    actions = _actions(setting)
     action = st.sampled_from(allowed).flatmap(actions.__getitem__)
     return st.lists(action, max_size=MAX_DRAWN)
 
 
-def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
+def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
     """Actions by kind. A toggle is a freeze here, with what to freeze where nothing is frozen."""
     batch = st.sampled_from((0, 1))
     phase: SearchStrategy[Phase] = st.sampled_from(("backward", "loss", "forward"))
@@ -151,11 +196,37 @@ def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
         "infer": st.builds(Infer, batch=batch),
         "eval": st.builds(Eval),
         "export": st.builds(Export),
+        "take": _takes(setting),
+        "resume": st.builds(Resume),
+        "switch": st.builds(Infer, batch=batch, adapter=st.sampled_from(setting.switches)),
         "poison": st.builds(Poison, batch=batch, value=value),
         "interrupt": st.builds(Interrupt, batch=batch, phase=phase),
         "restore": st.builds(Restore),
-        "toggle": st.builds(Freeze, part=st.sampled_from(parts)),
+        "toggle": st.builds(Freeze, part=st.sampled_from(setting.parts)),
     }
+
+
+@st.composite
+def _takes(draw: DrawFn, setting: Setting) -> Export:
+    """An export, whole or in part."""
+    staging: SearchStrategy[Staging] = st.sampled_from(("auto", "force", "skip"))
+    drain: SearchStrategy[Drain] = st.sampled_from(("full", "hold", "full", "close", "raise"))
+    contents = draw(st.sampled_from(setting.contents), label="contents")
+    taken = draw(drain, label="drain")
+    return Export(
+        staging=draw(staging, label="staging"),
+        weights=contents,
+        layered=contents == "adapter" and draw(st.booleans(), label="layered"),
+        unfuse=setting.fuses and draw(st.booleans(), label="unfuse"),
+        drain=taken,
+        after=0 if taken == "full" else draw(st.sampled_from((1, 0, 2, 5)), label="after"),
+    )
+
+
+def _switches(model: Model) -> tuple[Literal["off", "merged"], ...]:
+    if not model.lora_rank:
+        return ()
+    return ("off", "merged") if model.can_merge_in_place else ("off",)
 
 
 def _with_a_step(actions: list[Action], _: Setting) -> list[Action]:
@@ -182,6 +253,24 @@ def _with_an_infer(actions: list[Action], _: Setting) -> list[Action]:
     if any(isinstance(action, Eval | Export) for action in actions):
         return _ending(actions, None, Train())
     return _ending(actions, Infer(), Train())
+
+
+def _with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
+    """The last action is a whole export; with an adapter in half of them it is the merged one."""
+    merged = len(actions) % 2 and "merged" in setting.contents
+    last = Export(weights="merged" if merged else "all", unfuse=setting.fuses)
+    if actions and isinstance(actions[-1], Export) and actions[-1].drain == "full":
+        return actions
+    return [*actions, last]
+
+
+def _with_switches(actions: list[Action], setting: Setting) -> list[Action]:
+    """Every switch that the model allows; before a merged forward the merged weights."""
+    if not setting.switches:
+        return _ending(actions, None, Train())
+    switches: list[Action] = [Infer(adapter=switch) for switch in setting.switches]
+    merged: list[Action] = [Export(weights="merged")] if len(switches) > 1 else []
+    return [*actions, *merged, *switches, Train()]
 
 
 def _with_a_toggle(actions: list[Action], setting: Setting) -> list[Action]:
@@ -230,6 +319,20 @@ def _toggled(actions: list[Action], setting: Setting) -> list[Action]:
         else:
             toggled.append(action)
     return toggled
+
+
+def _resumed(actions: list[Action]) -> list[Action]:
+    """One export is held at a time, only what is held is resumed, and all of it in the end."""
+    held = False
+    resumed: list[Action] = []
+    for action in actions:
+        if isinstance(action, Export) and action.drain == "hold":
+            resumed.append(replace(action, drain="close") if held else action)
+            held = True
+        elif not isinstance(action, Resume) or held:
+            resumed.append(action)
+            held = held and not isinstance(action, Resume)
+    return [*resumed, Resume()] if held else resumed
 
 
 def _renumbered(actions: list[Action]) -> Program:

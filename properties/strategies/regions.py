@@ -35,6 +35,22 @@ def plain_on_many_ranks(row: Axes) -> bool:
     return row.adapter == "plain" and many_ranks(row)
 
 
+def can_have_adapter(row: Axes) -> bool:
+    """Two ranks and more, and a model that an adapter can be put on.
+
+    Of the language families, which take longest with one, those that are drawn for tied weights and
+    one more; to an adapter all of them are linear layers and an embedding.
+    """
+    return many_ranks(row) and row.kind in (
+        "linear",
+        "mlp",
+        "embedding",
+        "tied",
+        "buffers",
+        "qwen2",
+    )
+
+
 def sometimes_used(row: Axes) -> bool:
     """Models with a part that only gated sequences use, on two ranks and more."""
     return row.kind in OPTIONAL_KINDS and many_ranks(row)
