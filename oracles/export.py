@@ -7,18 +7,16 @@ export must tell the truth about its result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.observation import LocalArray
 from fsdp_engine.workload.models import build_model
 from oracles.adapters import adapter_tensors, base_tensors, merged_weights
 from oracles.arrays import dtype_name
-from oracles.assembly import Assembled, assemble
 from oracles.running_error import Bounded
 
 
@@ -69,24 +67,10 @@ def predict(case: Case, parameters: Mapping[str, Tensor], action: Export) -> Exp
     base = adapter = whole.tensors
     if action.weights != "all":
         base, adapter = base_tensors(case, whole.tensors), adapter_tensors(whole.tensors)
-    match action.weights:
-        case "all" | "base":
-            exported = Exported(tensors=base)
-        case "adapter":
-            exported = Exported(tensors=adapter)
-        case "merged":
-            exported = Exported(tensors=base, bounds=merged_weights(case, base, adapter))
+    exported = Exported(tensors=adapter if action.weights == "adapter" else base)
+    if action.weights == "merged":
+        exported = Exported(tensors=base, bounds=merged_weights(case, base, adapter))
     return _unfused(exported) if action.unfuse and case.model.family == "mixtral" else exported
-
-
-def assemble_parameters(
-    case: Case, ranks: Sequence[Sequence[LocalArray]], *, where: str
-) -> Assembled:
-    """The ranks' parts of every parameter of the case's model put together."""
-    shapes = {
-        name: tuple(parameter.shape) for name, parameter in build_model(case).named_parameters()
-    }
-    return assemble(ranks, mesh=case.mesh, shapes=shapes, where=where)
 
 
 _EXPERTS = ".mlp.experts."

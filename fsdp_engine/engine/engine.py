@@ -81,7 +81,7 @@ class FsdpEngine:
         self._total = 0.0
         self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
         self.module = wrap(units, config, self._mesh, device)
-        self._weights = Weights(plan, self.module, self._mesh, device)
+        self.weights = Weights(plan, self.module, self._mesh, device)
         self._sync = GradientSync(
             self.module,
             deferred=config.use_no_sync_for_gradient_accumulation,
@@ -122,7 +122,7 @@ class FsdpEngine:
         no gradient is left, so the next batch gives what a fresh engine gives.
         """
         self._optimizer("forward_backward")
-        self._weights.require_unmerged("forward_backward")
+        self.weights.require_unmerged("forward_backward")
         self.zero_grad()
         try:
             plan, notes = plan_batch(batch.lengths, self._config, self._device)
@@ -181,19 +181,19 @@ class FsdpEngine:
 
     def restore(self, parameters: tuple[LocalShard, ...]) -> None:
         """Write this rank's parts back in place; the next forward gathers them."""
-        self._weights.require_unmerged("restore")
-        self._weights.written()
+        self.weights.require_unmerged("restore")
+        self.weights.written()
         reshard(self.module)
         write_shards(self.module, parameters)
 
     def step(self) -> StepResult:
         """Clip and step, or, where any rank has a non-finite gradient, drop all gradients."""
         optimization = self._optimizer("step")
-        self._weights.require_unmerged("step")
+        self.weights.require_unmerged("step")
         self._settle()
         result = optimization.step()
         if result.stepped:
-            self._weights.written()
+            self.weights.written()
         else:
             self.zero_grad()
         return result
@@ -218,26 +218,22 @@ class FsdpEngine:
         """Full weights by name, one at a time, in the storage dtype, on the engine's device.
 
         They are the weights at the call: once they are written to, by a step for example, the
-        generator raises instead of going on with newer ones. Nothing of the module changes
-        meanwhile, so it may be left at any tensor. Parameters never leave the engine's device, so
-        there is nothing to load before and to offload after, and every `staging` yields the same.
-
-        Raises:
-            ConfigError: at the call, where the model has no adapter to export.
-            EngineStateError: from the generator, after a write.
+        generator raises `EngineStateError` instead of going on with newer ones. Parameters never
+        leave the engine's device, so there is nothing to load before and to offload after, and
+        every `staging` yields the same. Raises `ConfigError` where there is no such export.
         """
-        return self._weights.export(action)
+        return self.weights.export(action)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside, forwards run without the adapter."""
-        return self._weights.without_adapter()
+        return self.weights.without_adapter()
 
     def merge_adapter(self) -> AbstractContextManager[None]:
         """Inside, forwards run with the adapter added to the weights, which come back unchanged.
 
         Nothing else may read or write them meanwhile. Entering is a collective call.
         """
-        return self._weights.merged()
+        return self.weights.merged()
 
     def _share(
         self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts

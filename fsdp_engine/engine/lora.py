@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,9 @@ class Adapter:
 
     @contextmanager
     def _training_as_before(self) -> Iterator[None]:
-        before = [(p, p.requires_grad) for layer in self.layers for p in layer.layer.parameters()]
+        before = [
+            (p, p.requires_grad) for layer in self.layers for p in _module(layer).parameters()
+        ]
         yield
         for parameter, trains in before:
             parameter.requires_grad_(trains)
@@ -166,6 +168,10 @@ def find_adapter(model: nn.Module, units: tuple[Unit, ...]) -> Adapter | None:
         raise ConfigError(f"model: {type(model).__name__} has no layer with a LoRA adapter")
     names = tuple(frozenset(slot.name for slot in unit.slots) for unit in units)
     return Adapter(layers=layers, units=names)
+
+
+def _module(layer: AdaptedLayer) -> nn.Module:
+    return cast(nn.Module, layer.layer)  # peft has it beside `Module`, not below it
 
 
 def _adapted(path: str, layer: LoraLayer) -> AdaptedLayer:

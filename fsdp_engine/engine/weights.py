@@ -67,7 +67,7 @@ class Weights:
         self.plan = plan
         self._module = module
         self._mesh = mesh
-        self._device = device
+        self.device = device
         self._writes = 0
         self._is_merged = False
 
@@ -138,12 +138,12 @@ class Weights:
         wanted = require_distinct(adapter.entries(self.plan.entries, action.weights))
         if action.weights == "adapter":
             groups = tuple(adapter.by_unit(wanted)) if action.layered else (wanted,)
-            return gather_groups(self._module, groups, self._mesh, self._device)
+            return gather_groups(self._module, groups, self._mesh, self.device)
         tensors = self._gather(wanted)
         return adapter.merge(tensors) if action.weights == "merged" else tensors
 
     def _gather(self, entries: Iterator[ExportEntry] | tuple[ExportEntry, ...]) -> Named:
-        return gather_all(self._module, tuple(entries), self._mesh, self._device)
+        return gather_all(self._module, tuple(entries), self._mesh, self.device)
 
     def _while_unwritten(self, tensors: Named) -> Named:
         """The tensors as long as they are those of this call."""

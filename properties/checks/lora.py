@@ -83,7 +83,7 @@ def switch_matches_oracle(case: Case, run: Run) -> Verdict:
             off = base_tensors(case, whole)
             weights = {"on": None, "off": off, "merged": merged}[moment.action.adapter]
             if weights is not None and weights.keys() >= plain.weights.keys():
-                at = replace(moment, before=replace(moment.before, weights=weights))
+                at = replace(moment, before=replace(moment.before, weights=dict(weights)))
                 batch = moment.action.batch
                 verdicts.append(judge_inference(plain, observation.numerics, at, batch))
         verdicts.append(exactly(list(moment.mismatches)))

@@ -28,8 +28,9 @@ from properties.strategies import programs
 from properties.strategies.batches import batches, made_exact, planning_for, plans, ungated
 from properties.strategies.meshes import meshes
 from properties.strategies.models import models
-from properties.strategies.programs import Program, Programs, Setting, num_batches, placed
+from properties.strategies.programs import Program, Programs, num_batches, placed
 from properties.strategies.regions import can_be_exact
+from properties.strategies.setting import Setting
 
 CasesOfRow: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from hypothesis import strategies as st
@@ -30,8 +30,10 @@ from fsdp_engine.contract.actions import (
     Unfreeze,
 )
 from fsdp_engine.contract.batch import Batch, Planning, Static
-from fsdp_engine.contract.model import Frozen, Model, Part
+from fsdp_engine.contract.model import Part
 from oracles.planner import fewest_micro_batches
+from properties.strategies.exports import resumed, takes, with_an_export
+from properties.strategies.setting import Setting
 
 Program: TypeAlias = tuple[Action, ...]
 Programs: TypeAlias = "Callable[[Setting], SearchStrategy[Program]]"
@@ -40,44 +42,11 @@ Kind: TypeAlias = Literal[
     "toggle", "restore",
 ]  # fmt: skip
 
-Contents: TypeAlias = Literal["all", "base", "adapter", "merged"]
 Phase: TypeAlias = Literal["loss", "forward", "backward"]
 Value: TypeAlias = Literal["nan", "inf"]
-Staging: TypeAlias = Literal["auto", "force", "skip"]
-Drain: TypeAlias = Literal["full", "close", "raise", "hold"]
 
 MAX_DRAWN = 5
 """Actions of a list; what must be there adds one to four."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a program may freeze, what is frozen before it, what it may export.
-
-    `switches` are what inference may do with an adapter; `fuses`: the model has fused experts.
-    """
-
-    parts: tuple[Part, ...]
-    frozen: Frozen
-    contents: tuple[Contents, ...] = ("all",)
-    switches: tuple[Literal["off", "merged"], ...] = ()
-    fuses: bool = False
-
-    @staticmethod
-    def of(model: Model) -> Setting:
-        """An adapter fixes what trains: nothing can be frozen then."""
-        parts: tuple[Part, ...] = ("first_unit", "half", "biases")
-        if model.lora_rank:
-            parts = ()
-        elif not model.bias:
-            parts = parts[:2]
-        return Setting(
-            parts=parts,
-            frozen=model.frozen,
-            contents=("all", "merged", "base", "adapter") if model.lora_rank else ("all",),
-            switches=_switches(model),
-            fuses=model.family == "mixtral",
-        )
 
 
 def stepping(setting: Setting) -> SearchStrategy[Program]:
@@ -114,7 +83,7 @@ def inferring(setting: Setting) -> SearchStrategy[Program]:
 def exporting(setting: Setting) -> SearchStrategy[Program]:
     """Exports of every kind, taken whole, in part or later, between and after steps."""
     kinds: tuple[Kind, ...] = ("take", "step", "take", "resume", "infer", "train", "restore")
-    return _programs(setting, kinds, _with_an_export)
+    return _programs(setting, kinds, with_an_export)
 
 
 def syncing(setting: Setting) -> SearchStrategy[Program]:
@@ -172,7 +141,7 @@ def _programs(
     completed: Callable[[list[Action], Setting], list[Action]],
 ) -> Program:
     drawn = draw(_lists(setting, kinds), label="actions")
-    return _renumbered(_resumed(_toggled(completed(drawn, setting), setting)))
+    return _renumbered(resumed(_toggled(completed(drawn, setting), setting)))
 
 
 @functools.cache
@@ -196,7 +165,7 @@ def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
         "infer": st.builds(Infer, batch=batch),
         "eval": st.builds(Eval),
         "export": st.builds(Export),
-        "take": _takes(setting),
+        "take": takes(setting),
         "resume": st.builds(Resume),
         "switch": st.builds(Infer, batch=batch, adapter=st.sampled_from(setting.switches)),
         "poison": st.builds(Poison, batch=batch, value=value),
@@ -204,29 +173,6 @@ def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
         "restore": st.builds(Restore),
         "toggle": st.builds(Freeze, part=st.sampled_from(setting.parts)),
     }
-
-
-@st.composite
-def _takes(draw: DrawFn, setting: Setting) -> Export:
-    """An export, whole or in part."""
-    staging: SearchStrategy[Staging] = st.sampled_from(("auto", "force", "skip"))
-    drain: SearchStrategy[Drain] = st.sampled_from(("full", "hold", "full", "close", "raise"))
-    contents = draw(st.sampled_from(setting.contents), label="contents")
-    taken = draw(drain, label="drain")
-    return Export(
-        staging=draw(staging, label="staging"),
-        weights=contents,
-        layered=contents == "adapter" and draw(st.booleans(), label="layered"),
-        unfuse=setting.fuses and draw(st.booleans(), label="unfuse"),
-        drain=taken,
-        after=0 if taken == "full" else draw(st.sampled_from((1, 0, 2, 5)), label="after"),
-    )
-
-
-def _switches(model: Model) -> tuple[Literal["off", "merged"], ...]:
-    if not model.lora_rank:
-        return ()
-    return ("off", "merged") if model.can_merge_in_place else ("off",)
 
 
 def _with_a_step(actions: list[Action], _: Setting) -> list[Action]:
@@ -253,15 +199,6 @@ def _with_an_infer(actions: list[Action], _: Setting) -> list[Action]:
     if any(isinstance(action, Eval | Export) for action in actions):
         return _ending(actions, None, Train())
     return _ending(actions, Infer(), Train())
-
-
-def _with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
-    """The last action is a whole export; with an adapter in half of them it is the merged one."""
-    merged = len(actions) % 2 and "merged" in setting.contents
-    last = Export(weights="merged" if merged else "all", unfuse=setting.fuses)
-    if actions and isinstance(actions[-1], Export) and actions[-1].drain == "full":
-        return actions
-    return [*actions, last]
 
 
 def _with_switches(actions: list[Action], setting: Setting) -> list[Action]:
@@ -319,20 +256,6 @@ def _toggled(actions: list[Action], setting: Setting) -> list[Action]:
         else:
             toggled.append(action)
     return toggled
-
-
-def _resumed(actions: list[Action]) -> list[Action]:
-    """One export is held at a time, only what is held is resumed, and all of it in the end."""
-    held = False
-    resumed: list[Action] = []
-    for action in actions:
-        if isinstance(action, Export) and action.drain == "hold":
-            resumed.append(replace(action, drain="close") if held else action)
-            held = True
-        elif not isinstance(action, Resume) or held:
-            resumed.append(action)
-            held = held and not isinstance(action, Resume)
-    return [*resumed, Resume()] if held else resumed
 
 
 def _renumbered(actions: list[Action]) -> Program:

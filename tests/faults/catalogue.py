@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.in_batches import IN_BATCHES
 from tests.faults.in_setup import IN_SETUP
 from tests.faults.in_steps import IN_STEPS
+from tests.faults.in_weights import IN_WEIGHTS
 
-FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP)
+FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_WEIGHTS)
 """Every fault; those of one class are neighbours."""
