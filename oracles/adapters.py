@@ -60,8 +60,8 @@ def merged_weights(
     for name, weight in base.items():
         path = f"{_WITH_PEFT}{name.removesuffix('.weight')}"
         for a, b, transposed in _ADAPTER_NAMES:
-            if scaling and f"{path}.{a}" in adapter:
-                parts = (adapter[f"{path}.{a}"], adapter[f"{path}.{b}"])
+            parts = [adapter[part] for part in (f"{path}.{a}", f"{path}.{b}") if part in adapter]
+            if scaling and len(parts) == 2:
                 merged[name] = _merged(weight, *parts, scaling, transposed=transposed)
     return merged
 

@@ -76,7 +76,9 @@ class Taking:
             findings.include(array_mismatches(place, got.value, array_of(wanted)), 0.0)
         else:
             judge_bounded(place, got, wanted, bound, findings)
-        findings.include(told_mismatches(f"{place} device", got.device, self.device), 0.0)
+        if got.device != self.device:
+            told = Mismatch(where=f"{place} device", got=got.device, wanted=self.device)
+            findings.include([told], 0.0)
 
     def _order_mismatches(self, moment: Moment) -> list[Mismatch]:
         for rank, order in enumerate(self.taken):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fsdp_engine.contract.actions import Export, Infer
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.observation import ExportRecord
+from fsdp_engine.contract.observation import ExportRecord, TrainRecord
 from fsdp_engine.contract.protocol import Run
-from fsdp_engine.workload.models import state_names
+from fsdp_engine.workload.models import state_names, trained_names
 from oracles.adapters import base_case, base_tensors, merged_weights
 from oracles.arrays import array_of, tensor_of
 from oracles.bitwise import array_mismatches
@@ -21,7 +21,7 @@ from oracles.inference import judge_inference
 from oracles.metamorphic import told_mismatches
 from oracles.moments import Moment, moments
 from oracles.taking import judge_bounded, writes
-from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
+from oracles.verdict import NOT_REPLAYABLE, Mismatch, Verdict, combine, exactly, not_applicable
 
 _NO_ADAPTER = "the model has no adapter"
 
@@ -59,7 +59,7 @@ def switch_matches_oracle(case: Case, run: Run) -> Verdict:
     """Inference without the adapter is that of the model it was put on, bit for bit.
 
     With the adapter merged it is, bit for bit, that model's at the merged weights that the engine
-    exported last, if weights were not written since.
+    exported last, if weights were not written since. All of the adapter trains afterwards.
     """
     if not case.model.lora_rank:
         return not_applicable(_NO_ADAPTER)
@@ -86,8 +86,20 @@ def switch_matches_oracle(case: Case, run: Run) -> Verdict:
                 at = replace(moment, before=replace(moment.before, weights=dict(weights)))
                 batch = moment.action.batch
                 verdicts.append(judge_inference(plain, observation.numerics, at, batch))
-        verdicts.append(exactly(list(moment.mismatches)))
+        verdicts.append(exactly([*_untrained(case, moment), *moment.mismatches]))
     return combine(*verdicts)
+
+
+def _untrained(case: Case, moment: Moment) -> list[Mismatch]:
+    """Parts of the adapter without a gradient."""
+    names = trained_names(case.model)
+    return [
+        Mismatch(where=f"{moment} rank {rank} gradient {part.name}", got="absent", wanted="present")
+        for rank, record in enumerate(moment.records)
+        if isinstance(record, TrainRecord)
+        for part in record.gradients
+        if part.name in names and part.data is None
+    ]
 
 
 def _is_plain_export(moment: Moment, *weights: str) -> bool:

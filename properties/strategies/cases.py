@@ -112,7 +112,7 @@ def exporting_cases(row: Axes) -> SearchStrategy[Case]:
 
 def adapted_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row, with an adapter, that export before, between and after train actions."""
-    return exporting_cases(replace(row, adapter="lora"))
+    return _cases(replace(row, adapter="lora"), programs=programs.exporting)
 
 
 def syncing_cases(row: Axes) -> SearchStrategy[Case]:

@@ -19,7 +19,7 @@ Drain: TypeAlias = Literal["full", "close", "raise", "hold"]
 def takes(draw: DrawFn, setting: Setting) -> Export:
     """An export, whole or in part."""
     staging: SearchStrategy[Staging] = st.sampled_from(("auto", "force", "skip"))
-    drain: SearchStrategy[Drain] = st.sampled_from(("full", "hold", "full", "close", "raise"))
+    drain: SearchStrategy[Drain] = st.sampled_from(("full", "hold", "close", "raise"))
     contents = draw(st.sampled_from(setting.contents), label="contents")
     taken = draw(drain, label="drain")
     return Export(
@@ -28,17 +28,17 @@ def takes(draw: DrawFn, setting: Setting) -> Export:
         layered=contents == "adapter" and draw(st.booleans(), label="layered"),
         unfuse=setting.fuses and draw(st.booleans(), label="unfuse"),
         drain=taken,
-        after=0 if taken == "full" else draw(st.sampled_from((1, 0, 2, 5)), label="after"),
+        after=0 if taken == "full" else draw(st.sampled_from((1, 2, 0, 5)), label="after"),
     )
 
 
 def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
-    """The last action is a whole export; with an adapter in half of them it is the merged one."""
-    merged = len(actions) % 2 and "merged" in setting.contents
-    last = Export(weights="merged" if merged else "all", unfuse=setting.fuses)
-    if actions and isinstance(actions[-1], Export) and actions[-1].drain == "full":
-        return actions
-    return [*actions, last]
+    """The last action is a whole export; with an adapter that and the merged weights, all anew."""
+    if "adapter" not in setting.contents:
+        return [*actions, Export(unfuse=setting.fuses)]
+    layered = len(actions) % 2 == 1
+    last = (Export(weights="adapter", layered=layered), Export(weights="merged"))
+    return [Export(weights="adapter"), *actions, *last]
 
 
 def resumed(actions: list[Action]) -> list[Action]:

@@ -10,7 +10,6 @@ EXPORT = "export-matches-oracle"
 NOTHING = "export-changes-nothing"
 PHASES = "two-phase-sync-equals-merged"
 SWITCH = "adapter-switch-matches-oracle"
-QUIET = "inference-changes-nothing"
 
 _merge = partial(fault, "merge", adapter="lora")
 _adapter = partial(fault, "adapter", adapter="lora")
@@ -40,7 +39,7 @@ IN_WEIGHTS: tuple[Fault, ...] = (
     _adapter("merging:WrapperHidesAdapter", "huggingface/trl#6527", SWITCH, strategy="fsdp1"),
     _adapter("adapter_export:DisableIgnored", "huggingface/trl#6527", SWITCH),
     _adapter("merging:OneLayerDisabled", "huggingface/trl#6527", SWITCH),
-    _adapter("merging:DisabledStopsTraining", "textbook", QUIET),
+    _adapter("merging:DisabledStopsTraining", "textbook", SWITCH),
     # an adapter that is exported
     _adapter("adapter_export:AdapterOfOwnShard", "huggingface/accelerate#4206", EXPORT, PHASES),
     _adapter("adapter_export:BaseSentAgain", "verl-project/verl#7495", EXPORT, PHASES),

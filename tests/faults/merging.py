@@ -114,21 +114,14 @@ class _MergesTiedInPlace(Weights):
         adapter = self.plan.adapter
         tensors = super().export(action)
         if adapter is None or action.weights != "merged":
-            return tensors
-        first = {entry.name: entry.parameter for entry in self.plan.entries}
-        names = {}
-        for entry, renamed in zip(
-            self.plan.entries, adapter.entries(self.plan.entries, "base"), strict=False
-        ):
-            names[renamed.name] = entry.name
-        return self._last_of_pair(tensors, {n: first.get(o) for n, o in names.items()})
-
-    def _last_of_pair(self, tensors: Named, first: dict[str, str | None]) -> Named:
+            yield from tensors
+            return
+        entries = adapter.entries(self.plan.entries, "base")
+        parameters = {entry.name: entry.parameter for entry in entries}
         taken = dict(tensors)
-        by_parameter = {first.get(name): tensor for name, tensor in taken.items()}
+        last = {parameters.get(name): tensor for name, tensor in taken.items()}
         for name, tensor in taken.items():
-            parameter = first.get(name)
-            yield name, tensor if parameter is None else by_parameter[parameter]
+            yield name, last[parameters[name]] if parameters.get(name) else tensor
 
 
 class TiedPairMergedAsOne(Planted):
