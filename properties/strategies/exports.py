@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fsdp_engine.contract.actions import Action, Export, Resume
+from fsdp_engine.contract.actions import Action, Export, Resume, Train
 from properties.strategies.setting import Setting
 
 Staging: TypeAlias = Literal["auto", "force", "skip"]
@@ -33,12 +33,30 @@ def takes(draw: DrawFn, setting: Setting) -> Export:
 
 
 def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
-    """The last action is a whole export; with an adapter that and the merged weights, all anew."""
+    """Whole exports at the end, and before them, in half of the programs, one over a step.
+
+    With an adapter they are that of the adapter, which comes at the start as well, and of the
+    merged weights, once not to its end.
+    """
+    is_odd = len(actions) % 2 == 1
+    over_step = [
+        Export(
+            weights=setting.contents[len(actions) % len(setting.contents)], drain="hold", after=1
+        ),
+        Train(step=True),
+        Resume(),
+    ]
+    if is_odd:
+        actions = [*actions, *over_step]
     if "adapter" not in setting.contents:
         return [*actions, Export(unfuse=setting.fuses)]
-    layered = len(actions) % 2 == 1
-    last = (Export(weights="adapter", layered=layered), Export(weights="merged"))
-    return [Export(weights="adapter"), *actions, *last]
+    return [
+        Export(weights="adapter"),
+        *actions,
+        Export(weights="adapter", layered=is_odd),
+        Export(weights="merged", drain="raise" if is_odd else "close", after=1),
+        Export(weights="merged"),
+    ]
 
 
 def resumed(actions: list[Action]) -> list[Action]:

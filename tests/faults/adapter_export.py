@@ -261,24 +261,6 @@ class ExportsWhatInferenceGathered(Planted):
     exchanged = ((adapter_module, "FsdpEngine", _ExportsLowPrecision),)
 
 
-class _UntiesHead(Weights):
-    _first: dict[str, Tensor] | None = None
-
-    def export(self, action: Export) -> Named:
-        firsts = {entry.name: entry.parameter for entry in self.plan.entries}
-        if self._first is None:
-            self._first = dict(super().export(Export()))
-        for name, tensor in super().export(action):
-            is_alias = firsts.get(name) not in (None, name)
-            yield name, self._first[name] if is_alias else tensor
-
-
-class TiedAliasOfStart(Planted):
-    """The second name of a tied pair keeps the value that it had when the pair came apart."""
-
-    exchanged = ((engine_module, "Weights", _UntiesHead),)
-
-
 @contextmanager
 def _always(_: Weights) -> Iterator[None]:
     yield

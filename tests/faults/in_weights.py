@@ -28,7 +28,7 @@ IN_WEIGHTS: tuple[Fault, ...] = (
     _merge("merging:MergedInBf16", "unslothai/unsloth-zoo#810", EXPORT, PHASES),
     _merge("merging:EmbeddingNotMerged", "textbook", EXPORT, PHASES, kind=_HAS_EMBEDDING),
     _merge("merging:RootNotMerged", "meta-pytorch/torchtune#506", EXPORT, PHASES),
-    _merge("merging:TiedPairMergedAsOne", "huggingface/peft#2777", EXPORT, PHASES, kind="tied"),
+    _merge("merging:TiedPairMergedAsOne", "huggingface/peft#2777", PHASES, kind="tied"),
     # a merge that is taken back
     _merge("merging:MergeClosedTooEarly", "verl-project/verl#7014", SWITCH),
     _merge("merging:BaseStaysMerged", "verl-project/verl#7014", SWITCH),
@@ -64,5 +64,4 @@ IN_WEIGHTS: tuple[Fault, ...] = (
     _taking("adapter_export:GoesOnAfterStep", "verl-project/verl#7005", EXPORT),
     _taking("adapter_export:StopsShortAfterStep", "textbook", EXPORT),
     _taking("adapter_export:ExportsWhatInferenceGathered", "pytorch/pytorch#104770", EXPORT),
-    _taking("adapter_export:TiedAliasOfStart", "facebookresearch/lingua#75", EXPORT, kind="tied"),
 )
