@@ -60,9 +60,9 @@ def merged_weights(
     for name, weight in base.items():
         path = f"{_WITH_PEFT}{name.removesuffix('.weight')}"
         for a, b, transposed in _ADAPTER_NAMES:
-            parts = [adapter[part] for part in (f"{path}.{a}", f"{path}.{b}") if part in adapter]
-            if scaling and len(parts) == 2:
-                merged[name] = _merged(weight, *parts, scaling, transposed=transposed)
+            left, right = adapter.get(f"{path}.{b}"), adapter.get(f"{path}.{a}")
+            if scaling and left is not None and right is not None:
+                merged[name] = _merged(weight, right, left, scaling, transposed=transposed)
     return merged
 
 

@@ -60,7 +60,7 @@ def _config_of(plan: WeightPlan, kind: str) -> Any:
             "'base' and 'merged'"
         )
     model = plan.model.get_submodule("base_model.model") if plan.adapter else plan.model
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise ConfigError(f"write_safetensors: {type(model).__name__} has no config to write")
     config = copy.deepcopy(config)

@@ -156,6 +156,8 @@ def any_cases(*, max_world_size: int = 4) -> SearchStrategy[Case]:
 
     def of_row(row: Axes) -> SearchStrategy[Case]:
         draws = (*_DRAWS, exact_cases) if can_be_exact(row) else _DRAWS
+        if row.adapter == "lora":
+            draws = (*draws, syncing_cases, switching_cases)
         return st.sampled_from(draws).flatmap(lambda draw: draw(row))
 
     return rows(max_world_size=max_world_size).flatmap(of_row)

@@ -39,7 +39,7 @@ def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
     merged weights, once not to its end.
     """
     is_odd = len(actions) % 2 == 1
-    over_step = [
+    over_step: list[Action] = [
         Export(
             weights=setting.contents[len(actions) % len(setting.contents)], drain="hold", after=1
         ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class RaisesInMerged(_Trying):
 
     def attempt(self, engine: FsdpEngine, batch: LocalBatch, loss: TokenLoss) -> None:
         for forwards in range(2):
-            with _raising(ConsumerError), engine.merge_adapter():
+            with _Raising(ConsumerError), engine.merge_adapter():
                 for _ in range(forwards):
                     engine.infer(batch, loss)
                 raise ConsumerError
@@ -70,12 +69,12 @@ class RaisesInMerge(_Trying):
                 raise ConsumerError
             return original(layer, weight, a, b)
 
-        AdaptedLayer.merged = failing  # type: ignore[method-assign]
+        AdaptedLayer.merged = failing  # type: ignore[method-assign,assignment]
         try:
-            with _raising(ConsumerError), engine.merge_adapter():
+            with _Raising(ConsumerError), engine.merge_adapter():
                 raise AssertionError("merged after all")
             seen = 0
-            with _raising(ConsumerError):
+            with _Raising(ConsumerError):
                 list(engine.export(Export(weights="merged")))
         finally:
             AdaptedLayer.merged = original  # type: ignore[method-assign]
@@ -96,10 +95,10 @@ class UsesMerged(_Trying):
                 lambda: next(held),
             ]
             for call in calls:
-                with _raising(EngineStateError):
+                with _Raising(EngineStateError):
                     call()
             for context in (engine.merge_adapter, engine.disable_adapter):
-                with _raising(EngineStateError), context():
+                with _Raising(EngineStateError), context():
                     raise AssertionError("entered after all")
         assert len(list(engine.export(Export(weights="base")))) > 0
 
@@ -108,7 +107,7 @@ class RaisesWhileDisabled(_Trying):
     """Whoever runs without the adapter raises."""
 
     def attempt(self, engine: FsdpEngine, batch: LocalBatch, loss: TokenLoss) -> None:
-        with _raising(ConsumerError), engine.disable_adapter():
+        with _Raising(ConsumerError), engine.disable_adapter():
             off = engine.infer(batch, loss)
             raise ConsumerError
         assert not torch.equal(engine.infer(batch, loss), off)
@@ -118,22 +117,26 @@ class Refuses(_Trying):
     """There is no adapter, or none that can be merged in place."""
 
     def attempt(self, engine: FsdpEngine, batch: LocalBatch, loss: TokenLoss) -> None:  # noqa: ARG002
-        with _raising(ConfigError), engine.merge_adapter():
+        with _Raising(ConfigError), engine.merge_adapter():
             raise AssertionError("entered after all")
         if engine.weights.plan.adapter is None:
-            with _raising(ConfigError):
+            with _Raising(ConfigError):
                 engine.export(Export(weights="adapter"))
-            with _raising(ConfigError), engine.disable_adapter():
+            with _Raising(ConfigError), engine.disable_adapter():
                 raise AssertionError("entered after all")
 
 
-@contextmanager
-def _raising(kind: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except kind:
-        return
-    raise AssertionError(f"no {kind.__name__}")
+class _Raising:
+    """What runs inside must raise an error of this kind."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        assert kind is not None, f"no {self._kind.__name__}"
+        return issubclass(kind, self._kind)
 
 
 def _copies(engine: FsdpEngine) -> list[Tensor]:

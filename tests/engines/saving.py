@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -101,14 +101,11 @@ class SavesMergedUnfused(SavesMerged):
 def _load(case: Case, folder: Path) -> nn.Module:
     import transformers
 
-    options = {"experts_implementation": "eager"} if case.model.family == "mixtral" else {}
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        local_files_only=True,
-        attn_implementation="eager",
-        output_loading_info=True,
-        **options,
-    )
+    options: dict[str, Any] = {"local_files_only": True, "attn_implementation": "eager"}
+    if case.model.family == "mixtral":
+        options["experts_implementation"] = "eager"
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    loaded, report = load(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
     assert isinstance(loaded, nn.Module)
     return loaded.eval()
