@@ -170,8 +170,8 @@ def test_batches_planned_by_tokens_are_interrupted_late() -> None:
             switching_cases,
             (
                 Export(weights="merged"),
-                Infer(adapter="off"),
                 Infer(adapter="merged"),
+                Infer(adapter="off"),
                 Train(),
             ),
         ),

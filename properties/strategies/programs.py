@@ -205,9 +205,9 @@ def _with_switches(actions: list[Action], setting: Setting) -> list[Action]:
     """Every switch that the model allows; before a merged forward the merged weights."""
     if not setting.switches:
         return _ending(actions, None, Train())
-    switches: list[Action] = [Infer(adapter=switch) for switch in setting.switches]
-    merged: list[Action] = [Export(weights="merged")] if len(switches) > 1 else []
-    return [*actions, *merged, *switches, Train()]
+    merged: list[Action] = [Export(weights="merged"), Infer(adapter="merged")]
+    switches = merged if "merged" in setting.switches else []
+    return [*actions, *switches, Infer(adapter="off"), Train()]
 
 
 def _with_a_toggle(actions: list[Action], setting: Setting) -> list[Action]:

@@ -38,17 +38,10 @@ def plain_on_many_ranks(row: Axes) -> bool:
 def can_have_adapter(row: Axes) -> bool:
     """Two ranks and more, and a model that an adapter can be put on.
 
-    Of the language families, which take longest with one, those that are drawn for tied weights and
-    one more; to an adapter all of them are linear layers and an embedding.
+    The language families, which take longest with one, are drawn for tied weights alone: to an
+    adapter they are linear layers and an embedding.
     """
-    return many_ranks(row) and row.kind in (
-        "linear",
-        "mlp",
-        "embedding",
-        "tied",
-        "buffers",
-        "qwen2",
-    )
+    return many_ranks(row) and row.kind in ("linear", "mlp", "embedding", "tied", "buffers")
 
 
 def sometimes_used(row: Axes) -> bool:
