@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WITH_PEFT = "base_model.model."
 """What peft puts in front of every name."""
 
-Weights: TypeAlias = Literal["all", "base", "adapter", "merged"]
+Contents: TypeAlias = Literal["all", "base", "adapter", "merged"]
 Named: TypeAlias = Iterator[tuple[str, Tensor]]
 
 
@@ -74,7 +74,7 @@ class Adapter:
     layers: tuple[AdaptedLayer, ...]
     units: tuple[frozenset[str], ...]
 
-    def entries(self, entries: Iterable[ExportEntry], weights: Weights) -> Iterator[ExportEntry]:
+    def entries(self, entries: Iterable[ExportEntry], weights: Contents) -> Iterator[ExportEntry]:
         """What to gather for an export, in its order, by the names it goes out under.
 
         `merged` is `base` with A and B behind every weight that they are added to: see `merge`.
@@ -122,15 +122,16 @@ class Adapter:
         peft also stops the adapter's gradients meanwhile, and lets all of it train afterwards. A
         unit of FSDP2 that has its first forward then would take its dtypes from what trains.
         """
+        enabled = [layer.layer for layer in self.layers if not layer.layer.disable_adapters]
         with self._training_as_before():
-            for layer in self.layers:
-                layer.layer.enable_adapters(enabled=False)
+            for layer in enabled:
+                layer.enable_adapters(enabled=False)
         try:
             yield
         finally:
             with self._training_as_before():
-                for layer in self.layers:
-                    layer.layer.enable_adapters(enabled=True)
+                for layer in enabled:
+                    layer.enable_adapters(enabled=True)
 
     @contextmanager
     def _training_as_before(self) -> Iterator[None]:

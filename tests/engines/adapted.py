@@ -109,6 +109,9 @@ class RaisesWhileDisabled(_Trying):
     def attempt(self, engine: FsdpEngine, batch: LocalBatch, loss: TokenLoss) -> None:
         with _Raising(ConsumerError), engine.disable_adapter():
             off = engine.infer(batch, loss)
+            with engine.disable_adapter():
+                pass
+            assert torch.equal(engine.infer(batch, loss), off)
             raise ConsumerError
         assert not torch.equal(engine.infer(batch, loss), off)
 
@@ -124,6 +127,9 @@ class Refuses(_Trying):
                 engine.export(Export(weights="adapter"))
             with _Raising(ConfigError), engine.disable_adapter():
                 raise AssertionError("entered after all")
+            for action in (Export(weights="base"), Export(weights="merged")):
+                names = [name for name, _ in engine.export(action)]
+                assert names == [name for name, _ in engine.export(Export())]
 
 
 class _Raising:

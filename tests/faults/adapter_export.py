@@ -21,8 +21,7 @@ from fsdp_engine.engine.config import DTYPES
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.experts import unfused
 from fsdp_engine.engine.export import ExportEntry
-from fsdp_engine.engine.lora import Adapter, Named
-from fsdp_engine.engine.lora import Weights as Contents
+from fsdp_engine.engine.lora import Adapter, Contents, Named
 from fsdp_engine.engine.weights import Weights
 from fsdp_engine.workload.batches import LocalBatch
 from tests.faults.planting import Planted

@@ -24,7 +24,7 @@ IN_WEIGHTS: tuple[Fault, ...] = (
     _merge("merging:MergedTwice", "huggingface/peft#1355", EXPORT, PHASES),
     _merge("merging:MergedFromOwnShard", "meta-pytorch/torchtune#506", EXPORT, PHASES),
     _merge("merging:ScaledByAlpha", "textbook", EXPORT, PHASES),
-    _merge("merging:ZeroAlphaIsNone", "textbook", EXPORT, PHASES),
+    _merge("merging:ZeroAlphaIsNone", "textbook", PHASES),
     _merge("merging:MergedInBf16", "unslothai/unsloth-zoo#810", EXPORT, PHASES),
     _merge("merging:EmbeddingNotMerged", "textbook", EXPORT, PHASES, kind=_HAS_EMBEDDING),
     _merge("merging:RootNotMerged", "meta-pytorch/torchtune#506", EXPORT, PHASES),
