@@ -119,6 +119,11 @@ class Evaluator:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(name not in names)
 
+    def keep_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """From now on buffers have these values; those without one stay as they were built."""
+        for name in self._kept_buffers.keys() & tensors.keys():
+            self._kept_buffers[name] = tensors[name].detach().clone()
+
     @contextmanager
     def loaded(self, weights: Weights, arithmetic: Arithmetic) -> Iterator[None]:
         """Evaluate inside with these weights, in storage dtype, under this arithmetic."""

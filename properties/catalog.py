@@ -54,6 +54,8 @@ PROPERTIES: dict[str, str] = {
     "export-matches-oracle": "properties.checks.export:match_oracle",
     "staged-export-equals-unstaged": "properties.checks.export:staged_equals_unstaged",
     "export-changes-nothing": "properties.checks.export:changes_nothing",
+    "two-phase-sync-equals-merged": "properties.checks.lora:two_phase_equals_merged",
+    "adapter-switch-matches-oracle": "properties.checks.lora:switch_matches_oracle",
     "device-memory-matches-oracle": "properties.checks.device:memory_matches",
     "device-copies-are-needed": "properties.checks.device:copies_are_needed",
     "device-order-is-kept": "properties.checks.device:order_is_kept",

@@ -63,10 +63,11 @@ class _Rows:
     main: bool
     given: bool
     on_device: bool
+    one_in: int
 
     def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
-        count = profile.main_rows if self.main else profile.rows
+        count = profile.main_rows if self.main else -(-profile.rows // self.one_in)
         rows = (row for row in array if not strategies or row.strategy in strategies)
         return varied(filter(self.where, rows), count=count)
 
@@ -96,12 +97,13 @@ def over_rows(
     main: bool = False,
     given: bool = True,
     on_device: bool = False,
+    one_in: int = 1,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
-    `main` takes as many rows as the profile allows a suite at all. With `given` False the suite
-    takes no cases given by the user: another one of the same property does. `on_device` is for what
-    the host alone cannot show.
+    `main` takes as many rows as the profile allows a suite at all, `one_in` so many times fewer
+    than it allows others. With `given` False the suite takes no cases given by the user: another
+    one of the same property does. `on_device` is for what the host alone cannot show.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
 
@@ -113,7 +115,8 @@ def over_rows(
             else:
                 _search(test, draw(row), judge, search)
 
-        return _as_suite(test, run, _Rows(where=where, main=main, given=given, on_device=on_device))
+        rows = _Rows(where=where, main=main, given=given, on_device=on_device, one_in=one_in)
+        return _as_suite(test, run, rows)
 
     return decorate
 

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.contract.actions import Action, Export, Infer, Train
+from fsdp_engine.contract.actions import Action, Export, Infer, Resume, Train
 from fsdp_engine.contract.batch import Batch, Sequence, Static
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions, Mesh, Scalar, Strategy
 from fsdp_engine.contract.model import Model
@@ -29,7 +32,7 @@ from fsdp_engine.contract.observation import (
 from fsdp_engine.contract.protocol import Answer, Capabilities, EngineTables
 from fsdp_engine.workload.models import build_model
 from oracles.arrays import array_of
-from oracles.export import predict_initial
+from oracles.export import Exported, predict
 from oracles.memory import predict_held
 from oracles.planner import consecutive
 from oracles.schedule import predict_schedule
@@ -155,7 +158,12 @@ def _record(case: Case, rank: int, action: Action) -> Record:
             empty = array_of(build_model(case).state_dict()["head.weight"])
             return InferRecord(token_losses=empty, collectives=())
         case Export():
-            return _export(case)
+            return _export(case, action, skipped=0)
+        case Resume():
+            held = next(a for a in case.program if isinstance(a, Export) and a.drain == "hold")
+            return _export(
+                case, dataclasses.replace(held, drain="full", after=0), skipped=held.after
+            )
         case _:
             return _state(case)
 
@@ -198,17 +206,27 @@ def _state(case: Case) -> StateRecord:
     )
 
 
-def _export(case: Case) -> ExportRecord:
+def _export(case: Case, action: Export, *, skipped: int) -> ExportRecord:
+    """The names from the one at `skipped` on, as far as the action takes them."""
     state = ModuleState(training=False, requires_grad={}, devices={}, parameters=_parameters(case))
+    weights = {name: p.detach() for name, p in build_model(case).named_parameters()}
+    wanted = predict(case, weights, action)
+    stop = len(wanted.tensors) if action.drain == "full" else action.after
     return ExportRecord(
         tensors=tuple(
-            ExportedTensor(name=name, device="cpu", value=array_of(tensor))
-            for name, tensor in predict_initial(case).tensors.items()
+            ExportedTensor(name=name, device="cpu", value=array_of(_value(wanted, name)))
+            for name in list(wanted.tensors)[skipped:stop]
         ),
         before=state,
         after=state,
         collectives=(),
     )
+
+
+def _value(wanted: Exported, name: str) -> Tensor:
+    like = wanted.tensors[name]
+    bound = wanted.bounds.get(name)
+    return like if bound is None else torch.from_numpy(bound.value).to(like.dtype)
 
 
 def _parameters(case: Case) -> tuple[LocalArray, ...]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from fsdp_engine.contract.actions import Export, Infer, Train
+from fsdp_engine.contract.actions import Export, Infer, Restore, Resume, Train
 from fsdp_engine.contract.batch import Batch, Sequence, TokenBudget
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, Mesh, Optimizer, Strategy
 from fsdp_engine.contract.errors import EngineRaised, UnsupportedCase
 from fsdp_engine.contract.model import Model, OptionalPart
-from fsdp_engine.contract.observation import Observation, TrainRecord
+from fsdp_engine.contract.observation import ExportRecord, Observation, TrainRecord
 from fsdp_engine.contract.protocol import Run
 from fsdp_engine.world.pool import WorldPool
 from properties.checks import gradients
@@ -104,15 +104,24 @@ def test_sync_flags_come_back_as_they_were(strategy: Strategy, *, deferred: bool
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_export_does_not_go_on_after_a_step(strategy: Strategy) -> None:
-    case = world_case(strategy, model=MLP, program=(Train(), Export()))
-    engine = "tests.engines.interrupted:StepsDuringExport"
-    with (
-        WorldPool(engine, case_timeout_s=TIMEOUT_S) as pool,
-        pytest.raises(EngineRaised) as raised,
-    ):
-        pool(case)
-    assert set(raised.value.kinds.values()) == {"EngineStateError"}
+@pytest.mark.parametrize("weights", ["all", "base", "adapter", "merged"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_export_does_not_go_on_after_a_write(
+    reference: Run,
+    strategy: Strategy,
+    weights: Literal["all", "base", "adapter", "merged"],
+    after: int,
+) -> None:
+    held = Export(weights=weights, drain="hold", after=after)
+    program = (Train(), held, Train(step=True), Resume(), held, Restore(), Resume())
+    model = dataclasses.replace(MLP, lora_rank=2, lora_targets="all")
+    for rank in reference(world_case(strategy, model=model, program=program)).ranks:
+        for taken, resumed in ((1, 3), (4, 6)):
+            first, rest = rank.records[taken], rank.records[resumed]
+            assert isinstance(first, ExportRecord)
+            assert isinstance(rest, ExportRecord)
+            assert (first.raised, len(first.tensors)) == ("", after)
+            assert (rest.raised, rest.tensors) == ("EngineStateError", ())
 
 
 def gated_case(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp_engine.contract.actions import Export, Train
+from fsdp_engine.contract.actions import Export, Resume, Train
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.model import Model
@@ -206,8 +206,64 @@ def test_training_that_an_export_changed_is_found() -> None:
     )
 
 
-def test_adapters_and_programs_without_exports_are_not_judged() -> None:
-    adapted = worked_case(model=Model(family="mlp", lora_rank=2), program=(Export(),))
-    for case in (adapted, worked_case()):
-        for check in (export.match_oracle, export.staged_equals_unstaged, export.changes_nothing):
-            assert check(case, Answers()).outcome == "not_applicable"
+def test_programs_without_exports_are_not_judged() -> None:
+    for check in (export.match_oracle, export.staged_equals_unstaged, export.changes_nothing):
+        assert check(worked_case(), Answers()).outcome == "not_applicable"
+
+
+HELD = worked_case(
+    model=MODEL,
+    program=(
+        Export(drain="close", after=2),
+        Export(drain="hold", after=3),
+        Train(step=True),
+        Export(),
+        Resume(),
+    ),
+)
+
+
+def rest(**changes: object) -> Callable[[Record], Record]:
+    def change(record: Record) -> Record:
+        assert isinstance(record, ExportRecord)
+        return dataclasses.replace(record, **changes)  # type: ignore[arg-type]  # fields by name
+
+    return change
+
+
+def test_an_export_goes_on_after_a_step_with_its_own_values_or_is_refused() -> None:
+    assert export.match_oracle(HELD, showing(observed(HELD))).passed
+    refused = everywhere(observed(HELD), 4, rest(tensors=(), raised="EngineStateError"))
+    assert export.match_oracle(HELD, showing(refused)).passed
+
+
+@pytest.mark.parametrize(
+    ("action", "change", "sentence"),
+    [
+        (0, rest(tensors=()), "number of tensors: got 0, should be 2"),
+        (0, rest(raised="EngineStateError"), "raised: got 'EngineStateError', should be ''"),
+        (3, rest(tensors=(), raised="EngineStateError"), "raised: got 'EngineStateError'"),
+        (4, rest(tensors=()), "head.weight: got 0 times, should be once"),
+        (4, rest(raised="RuntimeError"), "raised: got 'RuntimeError', should be ''"),
+        (4, rest(tensors=FIRST.tensors), "embed.weight: got 2 times, should be once"),
+        (
+            4,
+            yielding(lambda t: [dataclasses.replace(x, value=ROW) for x in t]),
+            "dtype: got bfloat16, should be float32",
+        ),
+    ],
+)
+def test_a_wrong_part_of_an_export_is_found(
+    action: int, change: Callable[[Record], Record], sentence: str
+) -> None:
+    verdict = export.match_oracle(HELD, showing(everywhere(observed(HELD), action, change)))
+    assert verdict.outcome == "fail"
+    found = [str(m) for m in verdict.mismatches if f"action {action} " in m.where]
+    assert any(sentence in mismatch for mismatch in found), found
+
+
+def test_an_export_is_not_refused_without_a_write() -> None:
+    case = worked_case(model=MODEL, program=(Export(drain="hold", after=1), Train(), Resume()))
+    assert export.match_oracle(case, showing(observed(case))).passed
+    refused = everywhere(observed(case), 2, rest(tensors=(), raised="EngineStateError"))
+    assert export.match_oracle(case, showing(refused)).outcome == "fail"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import find, given
+from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.actions import (
+    Export,
     Freeze,
     Infer,
     Interrupt,
@@ -20,7 +22,9 @@ from fsdp_engine.contract.actions import (
 from fsdp_engine.contract.case import Case
 from properties.covering import Axes
 from properties.strategies.cases import (
+    adapted_cases,
     any_cases,
+    exporting_cases,
     freezing_cases,
     grouped_cases,
     inferring_cases,
@@ -32,6 +36,8 @@ from properties.strategies.cases import (
     resuming_cases,
     saving_cases,
     stepping_cases,
+    switching_cases,
+    syncing_cases,
     unused_cases,
 )
 from properties.strategies.programs import Program
@@ -40,6 +46,15 @@ from tests.drawing import SEARCH, SHRINK, Draw, Feature, kinds_of
 _STEP = Train(step=True)
 _STEP_OF_NEXT = Train(batch=1, step=True)
 _SAVED = (_STEP, Save(), _STEP)
+
+
+def _is_taken(case: Case, drain: str, *, weights: str = "all") -> list[bool]:
+    exports = (action for action in case.program if isinstance(action, Export))
+    return [export.drain == drain and export.weights == weights for export in exports]
+
+
+def inferring_cases_with_adapter(_: Axes) -> SearchStrategy[Case]:
+    return inferring_cases(Axes(adapter="lora"))
 
 
 FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
@@ -113,6 +128,32 @@ FEATURES_OF_DRAWS: dict[str, tuple[Draw, Feature]] = {
         rejecting_cases,
         lambda c: len({a.damage for a in c.program if isinstance(a, Reject)}) == 4,
     ),
+    "a consumer that raises": (exporting_cases, lambda c: any(_is_taken(c, "raise"))),
+    "an export held over a step": (
+        exporting_cases,
+        lambda c: any(_is_taken(c, "hold")) and kinds_of(c)[:3] == ["export", "train", "resume"],
+    ),
+    "an export over another one": (
+        exporting_cases,
+        lambda c: any(_is_taken(c, "hold")) and kinds_of(c)[:3] == ["export", "export", "resume"],
+    ),
+    "a base that is held": (adapted_cases, lambda c: any(_is_taken(c, "hold", weights="base"))),
+    "an adapter in its units": (
+        adapted_cases,
+        lambda c: Export(weights="adapter", layered=True) in c.program,
+    ),
+    "phases after a step": (
+        syncing_cases,
+        lambda c: kinds_of(c)[:4] == ["train", "export", "export", "export"],
+    ),
+    "inference with a merged adapter after a step": (
+        switching_cases,
+        lambda c: c.program[0] == _STEP and Infer(adapter="merged") in c.program[1:],
+    ),
+    "inference without an adapter between train actions": (
+        inferring_cases_with_adapter,
+        lambda c: any(isinstance(a, Infer) and a.adapter == "off" for a in c.program),
+    ),
     "groups of three": (grouped_cases, lambda c: c.engine.planning.group == 3),
 }
 
@@ -157,6 +198,17 @@ def test_batches_planned_by_tokens_are_interrupted_late() -> None:
         (rejecting_cases, (*_SAVED, Reject(damage="flipped", file=1), _STEP)),
         (grouped_cases, (Train(),)),
         (unused_cases, (_STEP, _STEP_OF_NEXT)),
+        (exporting_cases, (Export(),)),
+        (syncing_cases, (*(Export(weights=w) for w in ("merged", "base", "adapter")), Export())),
+        (
+            switching_cases,
+            (
+                Export(weights="merged"),
+                Infer(adapter="merged"),
+                Infer(adapter="off"),
+                Train(),
+            ),
+        ),
     ],
 )
 def test_a_kind_of_program_shrinks_to_the_shortest(draw: Draw, program: Program) -> None:

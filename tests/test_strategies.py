@@ -123,6 +123,15 @@ FEATURES_OF_ROWS: dict[str, tuple[Axes, Feature]] = {
             and [{s.gated for s in rank} for rank in c.batches[0].ranks] == [{True}, {False}]
         ),
     ),
+    "an adapter on all layers of a tied model": (
+        Axes(adapter="lora", kind="tied"),
+        lambda c: c.model.lora_targets == "all",
+    ),
+    "an adapter scaled by zero": (Axes(adapter="lora"), lambda c: c.model.lora_alpha == 0),
+    "an adapter of rank one on the root": (
+        Axes(adapter="lora"),
+        lambda c: c.model.lora_rank == 1 and c.model.lora_targets == "root",
+    ),
     "an adapter with three units": (
         Axes(adapter="lora"),
         lambda c: c.model.lora_rank > 0 and c.model.units == 3,

@@ -36,7 +36,7 @@ from fsdp_engine.contract.observation import (
 from fsdp_engine.workload.batches import global_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import build_model, module_arguments
-from fsdp_engine.world.driver import as_array
+from fsdp_engine.world.consumer import as_array
 from fsdp_engine.world.pool import WorldPool
 from tests.world_cases import world_case
 

@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 from fsdp_engine.contract.batch import Batch, Sequence
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, DtypePolicy, Mesh
-from fsdp_engine.contract.model import Family, Model
+from fsdp_engine.contract.model import Family, LoraTargets, Model
 from fsdp_engine.workload.batches import global_batch, local_batch
 from fsdp_engine.workload.losses import token_loss
-from fsdp_engine.workload.models import build_model, module_arguments, unit_names, unit_of
+from fsdp_engine.workload.models import (
+    build_model,
+    module_arguments,
+    trained_names,
+    unit_names,
+    unit_of,
+)
 
 TWO_RANKS = Batch(
     ranks=(
@@ -129,6 +135,23 @@ def test_units_exist_and_own_their_parameters(family: Family, lora_rank: int) ->
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable) == (lora_rank > 0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ("units", {"layers.0.up", "layers.0.down"}),
+        ("named", {"layers.0.up"}),
+        ("root", {"embed", "head"}),
+        ("all", {"layers.0.up", "layers.0.down", "embed", "head"}),
+    ],
+)
+def test_adapters_are_on_the_layers_that_are_asked_for(
+    targets: LoraTargets, layers: set[str]
+) -> None:
+    model = Model(family="embedding", lora_rank=1, lora_targets=targets)
+    found = {name.partition(".lora_")[0] for name in trained_names(model)}
+    assert found == {f"base_model.model.{layer}" for layer in layers}
 
 
 def test_tied_models_have_one_weight_for_embedding_and_head() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp_engine.adapters.optional_units import run_the_same_units
 from fsdp_engine.contract.batch import Planning, Static
 from fsdp_engine.contract.case import Case, LossMode, Optimizer
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
 from fsdp_engine.torch_private.shards import (
     gradient_shards,
@@ -29,6 +30,9 @@ from fsdp_engine.workload.models import module_arguments
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """Sequence indices per micro-batch of one rank."""
+
+NO_ADAPTER_CONTROL = "plain torch exports the wrapped model as it is and runs it with its adapter"
+"""What it has no other way for."""
 
 
 class PlainTrainee:
@@ -112,6 +116,12 @@ class PlainTrainee:
 
     def restore(self, parameters: tuple[LocalShard, ...]) -> None:
         write_shards(self.module, parameters)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        raise UnsupportedCase(NO_ADAPTER_CONTROL)
+
+    def merge_adapter(self) -> AbstractContextManager[None]:
+        raise UnsupportedCase(NO_ADAPTER_CONTROL)
 
     def _set_trainable(self, names: tuple[str, ...], *, trainable: bool) -> None:
         parameters = {plain_name(name): p for name, p in self.module.named_parameters()}

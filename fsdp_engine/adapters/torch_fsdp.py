@@ -23,8 +23,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import PlainTrainee, ranks_run_the_same
-from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Export
+from fsdp_engine.adapters.plain_loop import NO_ADAPTER_CONTROL, PlainTrainee, ranks_run_the_same
+from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Action, Export, Infer
 from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
@@ -143,9 +143,7 @@ class Fsdp1Trainee(PlainTrainee):
         with FullyShardedDataParallel.state_dict_type(
             self.module, StateDictType.FULL_STATE_DICT, config
         ):
-            state = self.module.state_dict()
-        for name, tensor in state.items():
-            yield plain_name(name), tensor
+            return _copies(self.module.state_dict())
 
 
 class Fsdp2Trainee(PlainTrainee):
@@ -167,8 +165,17 @@ class Fsdp2Trainee(PlainTrainee):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  nothing to stage
-        for name, tensor in self.module.state_dict().items():
-            yield plain_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return _copies(self.module.state_dict())
+
+
+def _copies(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All of it at once: what a state dict holds is the weights themselves, which a step moves."""
+    return iter(
+        [
+            (plain_name(name), (t.full_tensor() if isinstance(t, DTensor) else t).clone())
+            for name, t in state.items()
+        ]
+    )
 
 
 def _capabilities(name: str, strategy: str) -> Capabilities:
@@ -186,12 +193,20 @@ def _refusal(strategy: str, case: Case) -> str | None:
         return f"this engine is {strategy}, the case asks for {engine.strategy}"
     if engine.config_source != "dataclass" or engine.overrides:
         return "plain torch has no configuration file, legacy object or fields to override"
+    if any(map(_is_about_adapter, case.program)):
+        return NO_ADAPTER_CONTROL
     if case.model.optional == "unit" and not ranks_run_the_same(case):
         return (
             "some ranks run the optional unit in a micro-batch in which others do not: a forward "
             "gathers, so a unit is run on all ranks or on none"
         )
     return None
+
+
+def _is_about_adapter(action: Action) -> bool:
+    if isinstance(action, Export):
+        return action.weights != "all" or action.unfuse
+    return isinstance(action, Infer) and action.adapter != "on"
 
 
 def _mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:

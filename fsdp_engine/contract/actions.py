@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_engine.contract.limits import MAX_ACTIONS, MAX_SEQUENCES, require, require_between
+from fsdp_engine.contract.limits import (
+    MAX_ACTIONS,
+    MAX_NUM_TENSORS,
+    MAX_SEQUENCES,
+    require,
+    require_between,
+)
 from fsdp_engine.contract.model import Part
 
 
@@ -20,18 +26,50 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infer:
-    """A forward in eval mode over one global batch."""
+    """A forward in eval mode over one global batch.
+
+    Of a model with an adapter: as it is (`on`), as if it had none (`off`), or with the adapter
+    added to the weights meanwhile (`merged`).
+    """
 
     kind: Literal["infer"] = "infer"
     batch: int = 0
+    adapter: Literal["on", "off", "merged"] = "on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """Weight export. `auto` lets the engine stage, `force` stages, `skip` does not."""
+    """Weight export. `auto` lets the engine stage, `force` stages, `skip` does not.
+
+    `weights`: the state dict of the model as it was wrapped (`all`); of a model with an adapter
+    that of the model without it, as it is (`base`) or with the adapter added to it (`merged`); or
+    the adapter alone, by the names of peft's files (`adapter`), with `layered` a unit at a time.
+    `unfuse`: experts one by one, by the names of published checkpoints.
+
+    The consumer takes `after` tensors and then closes the export (`close`), raises (`raise`), or
+    goes on to other actions (`hold`), a resume among them that takes the rest; `full` takes all.
+    """
 
     kind: Literal["export"] = "export"
     staging: Literal["auto", "force", "skip"] = "auto"
+    weights: Literal["all", "base", "adapter", "merged"] = "all"
+    layered: bool = False
+    unfuse: bool = False
+    drain: Literal["full", "close", "raise", "hold"] = "full"
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        is_partial = self.drain != "full"
+        require_between("export.after", self.after, 0, MAX_NUM_TENSORS if is_partial else 0)
+        if self.layered:
+            require(self.weights == "adapter", "export.layered", self.layered, "adapters only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The consumer takes what an export that was held has left."""
+
+    kind: Literal["resume"] = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +186,7 @@ Action: TypeAlias = (
     Train
     | Infer
     | Export
+    | Resume
     | Poison
     | Interrupt
     | Eval
@@ -162,6 +201,7 @@ ACTIONS = (
     "train",
     "infer",
     "export",
+    "resume",
     "poison",
     "interrupt",
     "eval",

@@ -13,10 +13,13 @@ from typing import Literal, TypeAlias, get_args
 from fsdp_engine.contract.actions import (
     BATCH_ACTIONS,
     Action,
+    Export,
     Freeze,
+    Infer,
     Load,
     Poison,
     Reject,
+    Resume,
     Save,
     Train,
     Unfreeze,
@@ -196,6 +199,7 @@ class Case:
             self._require_legal(action)
         self._require_one_frozen_part()
         self._require_saved_before()
+        self._require_held()
         if self.exact:
             require(not self.model.is_language, "case.exact", self.exact, "torch families only")
             require(not self.model.lora_rank, "case.exact", self.exact, "without an adapter only")
@@ -207,6 +211,23 @@ class Case:
             require_between("poison.rank", action.rank, 0, self.mesh.world_size - 1)
             held = len(self.batches[action.batch].ranks[action.rank])
             require_between("poison.sequence", action.sequence, 0, held - 1)
+        if isinstance(action, Export) and not self.model.lora_rank:
+            require(action.weights == "all", "export.weights", action.weights, "with an adapter")
+        if isinstance(action, Infer) and action.adapter != "on":
+            possible = self.model.can_merge_in_place or action.adapter == "off"
+            legal = "an adapter, and to merge it none on both places of a tied pair"
+            require(bool(self.model.lora_rank) and possible, "infer.adapter", action.adapter, legal)
+
+    def _require_held(self) -> None:
+        """At most one export is held at a time, and only what is held is resumed."""
+        held = False
+        for action in self.program:
+            if isinstance(action, Export) and action.drain == "hold":
+                require(not held, "export.drain", action.drain, "one export is held already")
+                held = True
+            if isinstance(action, Resume):
+                require(held, "resume", action, "an export that is held comes before")
+                held = False
 
     def _require_one_frozen_part(self) -> None:
         """What is frozen changes one part at a time, so that something always trains."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fsdp_engine.contract.limits import (
@@ -17,6 +17,7 @@ Family: TypeAlias = Literal["linear", "mlp", "embedding", "llama", "qwen2", "mix
 Frozen: TypeAlias = Literal["none", "first_unit", "biases"]
 Part: TypeAlias = Literal["first_unit", "biases", "half"]
 OptionalPart: TypeAlias = Literal["none", "parameter", "either", "unit"]
+LoraTargets: TypeAlias = Literal["units", "named", "root", "all"]
 
 TORCH_FAMILIES: tuple[Family, ...] = ("linear", "mlp", "embedding")
 LANGUAGE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mixtral")
@@ -31,7 +32,9 @@ class Model:
     families are the ones of `transformers`, built from a config. `optional` is what only gated
     sequences use: a `parameter` inside the last unit or the last `unit` itself; with `either` the
     last unit has two such parameters of one size, and sequences that are not gated use the other.
-    `lora_rank` 0 is no adapter; else every linear layer of the units gets one, A and B non-zero.
+    `lora_rank` 0 is no adapter; else layers get one, A and B non-zero, its part scaled by
+    `lora_alpha / lora_rank`: every linear layer of the units, the first of each unit (`named`), the
+    embedding and the head, which the root owns, or all of these.
     """
 
     family: Family = "linear"
@@ -46,6 +49,7 @@ class Model:
     optional: OptionalPart = "none"
     lora_rank: int = 0
     lora_alpha: int = 2
+    lora_targets: LoraTargets = "units"
 
     def __post_init__(self) -> None:
         require_between("model.units", self.units, 1, MAX_UNITS)
@@ -68,7 +72,9 @@ class Model:
             )
         if self.frozen == "biases":
             require(self.bias, "model.frozen", self.frozen, "biases are frozen where bias is on")
-        if self.lora_rank:
+        if not self.lora_rank:
+            require(self.lora_targets == "units", "model.lora_targets", self, "with an adapter")
+        else:
             require(
                 self.frozen == "none" and self.optional == "none",
                 "model.lora_rank",
@@ -79,6 +85,19 @@ class Model:
     @property
     def is_language(self) -> bool:
         return self.family in LANGUAGE_FAMILIES
+
+    @property
+    def without_adapter(self) -> Model:
+        """The model that the adapter was put on."""
+        return replace(self, lora_rank=0, lora_targets="units")
+
+    @property
+    def can_merge_in_place(self) -> bool:
+        """Whether an adapter can be added to the weights themselves.
+
+        Not where a tied pair's two places have adapters of their own: they would need two weights.
+        """
+        return bool(self.lora_rank) and not (self.tied and self.lora_targets in ("root", "all"))
 
     @property
     def takes_tokens(self) -> bool:

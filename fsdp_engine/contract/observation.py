@@ -187,9 +187,13 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRecord:
-    """One export action on one rank: what was yielded, in order, and the state around it."""
+    """One export or resume action on one rank: what was yielded, in order, the state around it.
+
+    `raised` is the class name of the error with which the export refused to go on, else empty.
+    """
 
     kind: Literal["export"] = "export"
+    raised: str = ""
     tensors: tuple[ExportedTensor, ...]
     before: ModuleState
     after: ModuleState

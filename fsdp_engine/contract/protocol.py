@@ -152,7 +152,17 @@ class Trainee(Protocol):
         """Per-token losses `[sequences, longest]` of the rank's batch, without gradients."""
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by workload name; every rank drains it in the same order."""
+        """Full tensors by name; every rank drains it in the same order.
+
+        They are those of the call, whatever happens before they are taken; where that cannot be,
+        `EngineStateError` is raised instead of going on.
+        """
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside, forwards run without the adapter."""
+
+    def merge_adapter(self) -> AbstractContextManager[None]:
+        """Inside, the adapter is added to the weights; they come back on every way out."""
 
     def freeze(self, names: tuple[str, ...]) -> None:
         """The parameters of these workload names take no gradient from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from fsdp_engine.contract.errors import EngineStateError
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
 from fsdp_engine.engine import checkpoint
 from fsdp_engine.engine.config import DTYPES, EngineConfig, OptimizerConfig
-from fsdp_engine.engine.export import export_entries, gather_all
 from fsdp_engine.engine.gradient_sync import GradientSync
 from fsdp_engine.engine.mesh import make_mesh, mesh_shape, require_mesh
 from fsdp_engine.engine.micro_batches import plan_batch
@@ -29,6 +28,7 @@ from fsdp_engine.engine.sharding import replicates
 from fsdp_engine.engine.step import STATE_SLOTS, clip, global_norm, local_gradients, make_optimizer
 from fsdp_engine.engine.units import find_units
 from fsdp_engine.engine.usage import Usage
+from fsdp_engine.engine.weights import WeightPlan, Weights
 from fsdp_engine.engine.wrap import wrap
 from fsdp_engine.torch_private.accumulators import clear_gradients, reset, reshard
 from fsdp_engine.torch_private.shards import (
@@ -75,15 +75,15 @@ class FsdpEngine:
         self._config = config
         self._device = device
         self._module_arguments = module_arguments
-        self._entries = export_entries(model)
+        plan = WeightPlan.of(model, units)
         self._usage = Usage(units)
         self._unsettled = False
         self._absent: frozenset[str] = frozenset()
-        self._steps = 0
         self._counts: GlobalCounts | None = None
         self._total = 0.0
         self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
         self.module = wrap(units, config, self._mesh, device)
+        self.weights = Weights(plan, self.module, self._mesh, device)
         self._sync = GradientSync(
             self.module,
             deferred=config.use_no_sync_for_gradient_accumulation,
@@ -124,6 +124,7 @@ class FsdpEngine:
         no gradient is left, so the next batch gives what a fresh engine gives.
         """
         self._optimizer("forward_backward")
+        self.weights.require_unmerged("forward_backward")
         self.zero_grad()
         try:
             plan, notes = plan_batch(batch.lengths, self._config, self._device)
@@ -182,16 +183,19 @@ class FsdpEngine:
 
     def restore(self, parameters: tuple[LocalShard, ...]) -> None:
         """Write this rank's parts back in place; the next forward gathers them."""
+        self.weights.require_unmerged("restore")
+        self.weights.written()
         reshard(self.module)
         write_shards(self.module, parameters)
 
     def step(self) -> StepResult:
         """Clip and step, or, where any rank has a non-finite gradient, drop all gradients."""
         optimization = self._optimizer("step")
+        self.weights.require_unmerged("step")
         self._settle()
         result = optimization.step()
         if result.stepped:
-            self._steps += 1
+            self.weights.written()
         else:
             self.zero_grad()
         return result
@@ -212,17 +216,15 @@ class FsdpEngine:
         finally:
             reshard(self.module)
 
-    def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  see below
+    def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name, one at a time, in the storage dtype, on the engine's device.
 
-        They are the weights at the call: after a step the generator raises instead of going on
-        with newer ones. Parameters never leave the engine's device, so there is nothing to load
-        before and to offload after, and every `staging` yields the same.
-
-        Raises:
-            EngineStateError: from the generator, after a step.
+        They are the weights at the call: once they are written to, by a step for example, the
+        generator raises `EngineStateError` instead of going on with newer ones. Parameters never
+        leave the engine's device, so there is nothing to load before and to offload after, and
+        every `staging` yields the same. Raises `ConfigError` where there is no such export.
         """
-        return self._export(self._steps)
+        return self.weights.export(action)
 
     def save(self, path: str | Path, *, max_to_keep: int | None = None) -> Path:
         """Write the next checkpoint below `path` and return its folder. A collective call.
@@ -249,30 +251,28 @@ class FsdpEngine:
         self.zero_grad()
         reshard(self.module)
         ready.write()
-        self._steps += 1  # an export that has begun would go on with other weights
+        self.weights.written()
         return ready.loaded
 
     def _held(self) -> checkpoint.Held:
         optimization = self._optimization
         return checkpoint.Held(
             module=self.module,
-            entries=self._entries,
+            entries=self.weights.plan.entries,
             optimization=None if optimization is None else optimization.saved(),
             device=self._device,
         )
 
-    def _export(self, steps: int) -> Iterator[tuple[str, Tensor]]:
-        for item in gather_all(self.module, self._entries, self._mesh, self._device):
-            self._require_no_step_since(steps)
-            yield item
-            self._require_no_step_since(steps)
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside, forwards run without the adapter."""
+        return self.weights.without_adapter()
 
-    def _require_no_step_since(self, steps: int) -> None:
-        if self._steps != steps:
-            raise EngineStateError(
-                f"export: {self._steps - steps} optimizer steps since the call; drain the export "
-                "before a step or call it again"
-            )
+    def merge_adapter(self) -> AbstractContextManager[None]:
+        """Inside, forwards run with the adapter added to the weights, which come back unchanged.
+
+        Nothing else may read or write them meanwhile. Entering is a collective call.
+        """
+        return self.weights.merged()
 
     def _share(
         self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts

@@ -7,17 +7,20 @@ of the module's state changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.contract.errors import ConfigError
 from fsdp_engine.contract.observation import FlatRange
 from fsdp_engine.contract.protocol import LocalShard
+from fsdp_engine.engine.packing import gather_packed, ranges_of_ranks
 from fsdp_engine.torch_private.shards import parameter_shards, plain_name
 
 
@@ -44,6 +47,16 @@ def export_entries(model: nn.Module) -> tuple[ExportEntry, ...]:
     return tuple(entries)
 
 
+def require_distinct(entries: Iterable[ExportEntry]) -> tuple[ExportEntry, ...]:
+    """The entries, no two of them under one name."""
+    entries = tuple(entries)
+    counts = Counter(entry.name for entry in entries)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ConfigError(f"export: {twice[0]} would be the name of two tensors")
+    return entries
+
+
 @torch.no_grad()
 def gather_all(
     root: nn.Module, entries: tuple[ExportEntry, ...], mesh: DeviceMesh, device: torch.device
@@ -51,16 +64,33 @@ def gather_all(
     """Every entry as a full tensor of its own on `device`. Collective: all ranks drain it."""
     shards = {shard.name: shard for shard in parameter_shards(root)}
     registered = dict(_by_slot(root))
-    ranges = _flat_ranges(shards, mesh, device)
+    flat = [shard for shard in shards.values() if isinstance(shard.placement, FlatRange)]
+    ranges = ranges_of_ranks(flat, mesh, device)
     for entry in entries:
         if entry.parameter is None:
             tensor = getattr(entry.module, entry.attribute).detach().clone()
         elif entry.parameter in ranges:
-            shard = shards[entry.parameter]
-            tensor = _gather_flat(shard, ranges[entry.parameter], mesh)
+            (tensor,) = gather_packed([shards[entry.parameter]], ranges, mesh)
         else:
             tensor = _full(registered[entry.parameter], shards[entry.parameter])
         yield entry.name, tensor.to(device)
+
+
+@torch.no_grad()
+def gather_groups(
+    root: nn.Module,
+    groups: Iterable[tuple[ExportEntry, ...]],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of one dtype, a group of entries at a time by one collective each."""
+    groups = tuple(groups)
+    shards = {shard.name: shard for shard in parameter_shards(root)}
+    wanted = [[shards[str(entry.parameter)] for entry in group] for group in groups]
+    ranges = ranges_of_ranks(itertools.chain(*wanted), mesh, device)
+    for group, own in zip(groups, wanted, strict=True):
+        for entry, tensor in zip(group, gather_packed(own, ranges, mesh), strict=True):
+            yield entry.name, tensor.to(device)
 
 
 def _full(parameter: Tensor, shard: LocalShard) -> Tensor:
@@ -74,36 +104,3 @@ def _full(parameter: Tensor, shard: LocalShard) -> Tensor:
 def _by_slot(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in root.named_parameters():
         yield plain_name(name), parameter
-
-
-def _flat_ranges(
-    shards: dict[str, LocalShard], mesh: DeviceMesh, device: torch.device
-) -> dict[str, list[tuple[int, int]]]:
-    """For every flat parameter each shard rank's part, by one all-gather of their bounds."""
-    flat = {n: s.placement for n, s in shards.items() if isinstance(s.placement, FlatRange)}
-    if not flat:
-        return {}
-    group = mesh.get_group("shard")
-    own = torch.tensor([bound for p in flat.values() for bound in (p.start, p.stop)], device=device)
-    gathered = own.new_empty(dist.get_world_size(group) * len(own))
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    bounds = gathered.view(-1, len(flat), 2).tolist()
-    return {
-        name: [(start, stop) for start, stop in (of_rank[index] for of_rank in bounds)]
-        for index, name in enumerate(flat)
-    }
-
-
-def _gather_flat(shard: LocalShard, ranges: list[tuple[int, int]], mesh: DeviceMesh) -> Tensor:
-    """The full tensor from every rank's part, padded to the longest: a copy of bits, no sum."""
-    assert shard.data is not None
-    longest = max(stop - start for start, stop in ranges)
-    own = shard.data.new_zeros(longest)
-    own[: shard.data.numel()] = shard.data.flatten()
-    gathered = own.new_empty(len(ranges) * longest)
-    dist.all_gather_into_tensor(gathered, own, group=mesh.get_group("shard"))
-    full = own.new_empty(shard.full_shape)
-    flat = full.view(-1)
-    for row, (start, stop) in zip(gathered.view(-1, longest), ranges, strict=True):
-        flat[start:stop] = row[: stop - start]
-    return full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.model import Model, Part
+from fsdp_engine.contract.model import LoraTargets, Model, Part
 from fsdp_engine.workload.seeds import generator
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -25,10 +26,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
-_LORA_TARGETS = (
-    r".*layers\.\d+\.(.*\.)?"
-    r"(linear|up|down|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-)
+_IN_UNITS = r".*layers\.\d+\.(.*\.)?"
+_LINEAR = "linear|up|down|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
+_IN_ROOT = r"(.*\.)?(embed|embed_tokens|head|lm_head)"
+_LORA_TARGETS: dict[LoraTargets, str] = {
+    "units": f"{_IN_UNITS}({_LINEAR})",
+    "named": f"{_IN_UNITS}(linear|up|q_proj)",
+    "root": _IN_ROOT,
+    "all": f"{_IN_UNITS}({_LINEAR})|{_IN_ROOT}",
+}
 
 
 class Block(nn.Module):
@@ -135,6 +141,12 @@ def parameter_names(model: Model) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
+def state_names(model: Model) -> tuple[str, ...]:
+    """Names in the state dict of `build_model`: persistent buffers, both names of a tied pair."""
+    return tuple(_bare(model).state_dict())
+
+
+@functools.lru_cache(maxsize=64)
 def trained_names(model: Model) -> frozenset[str]:
     """The parameters of `build_model` that take gradients before any freeze or unfreeze."""
     module = _bare(model)
@@ -223,15 +235,14 @@ def _with_adapter(module: nn.Module, model: Model) -> nn.Module:
     config = peft.LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
-        target_modules=_LORA_TARGETS,
+        target_modules=_LORA_TARGETS[model.lora_targets],
         lora_dropout=0.0,
         bias="none",
     )
-    adapted: nn.Module = peft.get_peft_model(
-        module,
-        config,
-        autocast_adapter_dtype=False,
-    )
+    with warnings.catch_warnings():
+        # That the two places of a tied pair get adapters of their own is what is asked for.
+        warnings.filterwarnings("ignore", message=r"Model (has|with) `tie_word_embeddings=True`")
+        adapted: nn.Module = peft.get_peft_model(module, config, autocast_adapter_dtype=False)
     return adapted
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp_engine.contract.actions import (
     Action,
@@ -27,14 +26,13 @@ from fsdp_engine.contract.actions import (
     Poison,
     Reject,
     Restore,
+    Resume,
     Save,
     Train,
     Unfreeze,
 )
 from fsdp_engine.contract.case import Case, case_behind
 from fsdp_engine.contract.observation import (
-    Array,
-    ExportedTensor,
     ExportRecord,
     InferRecord,
     LocalArray,
@@ -58,6 +56,7 @@ from fsdp_engine.torch_private.shards import plain_name
 from fsdp_engine.workload.batches import LocalBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import part_names, unit_names
+from fsdp_engine.world.consumer import Consumer, as_array
 from fsdp_engine.world.damage import damaged_copy, damaged_path
 from fsdp_engine.world.injection import Interruption, is_injected, poisoned
 from fsdp_engine.world.recorder import Recorder
@@ -103,6 +102,7 @@ class _Run:
             self._start = _copies(trainee.parameters())
         recorder.take()
         self.watching.enter_context(recorder.watching(trainee.module))
+        self._consumer = Consumer(trainee, aside=lambda: recorder.during("other"))
         return _arrays(self._start), trainee.module.training
 
     def record(self, action: Action) -> Record:
@@ -116,7 +116,7 @@ class _Run:
                 return self._train(action.batch, loss, step=True)
             case Infer():
                 return self._infer(action)
-            case Export():
+            case Export() | Resume():
                 return self._export(action)
             case Interrupt():
                 return self._interrupt(action)
@@ -224,31 +224,37 @@ class _Run:
 
     def _infer(self, action: Infer) -> InferRecord:
         trainee, recorder = self._trainee, self._recorder
-        with recorder.during("other"), trainee.mode("eval"):
+        with recorder.during("other"), trainee.mode("eval"), self._adapter(action):
             token_losses = trainee.infer(self._local(action.batch), token_loss(self._case))
         collectives, _ = recorder.take()
         return InferRecord(token_losses=as_array(token_losses), collectives=collectives)
 
-    def _export(self, action: Export) -> ExportRecord:
+    def _adapter(self, action: Infer) -> AbstractContextManager[None]:
+        match action.adapter:
+            case "off":
+                return self._trainee.disable_adapter()
+            case "merged":
+                return self._trainee.merge_adapter()
+            case _:
+                return nullcontext()
+
+    def _export(self, action: Export | Resume) -> ExportRecord:
         trainee, recorder = self._trainee, self._recorder
         before = _state(trainee)
         recorder.take()
         recorder.take_copies()
         with recorder.during("export"):
-            tensors = tuple(self._exported(name, tensor) for name, tensor in trainee.export(action))
+            tensors, raised = self._consumer.consume(action)
         collectives, _ = recorder.take()
         copies = recorder.take_copies()
         return ExportRecord(
+            raised=raised,
             tensors=tensors,
             before=before,
             after=_state(trainee),
             collectives=collectives,
             copies=copies,
         )
-
-    def _exported(self, name: str, tensor: Tensor) -> ExportedTensor:
-        with self._recorder.during("other"):
-            return ExportedTensor(name=name, device=str(tensor.device), value=as_array(tensor))
 
     def _interrupt(self, action: Interrupt) -> StateRecord:
         trainee, recorder = self._trainee, self._recorder
@@ -329,14 +335,4 @@ def _arrays(shards: Iterable[LocalShard]) -> tuple[LocalArray, ...]:
             data=None if shard.data is None else as_array(shard.data),
         )
         for shard in shards
-    )
-
-
-def as_array(tensor: Tensor) -> Array:
-    """A copy of a dense tensor as data."""
-    plain = tensor.detach().to("cpu").contiguous()
-    return Array(
-        dtype=str(plain.dtype).removeprefix("torch."),
-        shape=tuple(plain.shape),
-        data=plain.reshape(-1).view(torch.uint8).numpy().tobytes(),
     )

@@ -11,7 +11,7 @@ from oracles.metamorphic import first_difference, left_mismatches, without
 from oracles.moments import moments
 from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
 
-_LOOKING = ("infer", "eval", "export")
+_LOOKING = ("infer", "eval", "export", "resume")
 
 
 def changes_nothing(case: Case, run: Run) -> Verdict:
@@ -45,7 +45,7 @@ def matches_oracle(case: Case, run: Run) -> Verdict:
     evaluator = Evaluator(case)
     verdicts: list[Verdict] = []
     for moment in moments(evaluator, observation):
-        if isinstance(moment.action, Infer):
+        if isinstance(moment.action, Infer) and moment.action.adapter == "on":
             batch = moment.action.batch
             verdicts.append(judge_inference(evaluator, observation.numerics, moment, batch))
         verdicts.append(exactly(list(moment.mismatches)))

@@ -28,8 +28,9 @@ from properties.strategies import checkpoints, programs
 from properties.strategies.batches import batches, made_exact, planning_for, plans, ungated
 from properties.strategies.meshes import meshes
 from properties.strategies.models import models
-from properties.strategies.programs import Program, Programs, Setting, num_batches, placed
+from properties.strategies.programs import Program, Programs, num_batches, placed
 from properties.strategies.regions import can_be_exact
+from properties.strategies.setting import Setting
 
 CasesOfRow: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
 
@@ -126,7 +127,22 @@ def unused_cases(row: Axes) -> SearchStrategy[Case]:
 
 def exporting_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row that export before, between and after train actions."""
-    return _cases(row, programs=_one_of(_EXPORTING))
+    return _cases(row, programs=_exporting)
+
+
+def adapted_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that export before, between and after train actions."""
+    return _cases(replace(row, adapter="lora"), programs=programs.exporting)
+
+
+def syncing_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that export base, adapter and merged weights."""
+    return _cases(replace(row, adapter="lora"), programs=programs.syncing, moving=True)
+
+
+def switching_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row, with an adapter, that infer without it and with it merged."""
+    return _cases(replace(row, adapter="lora"), programs=programs.switching, moving=True)
 
 
 def exact_cases(row: Axes) -> SearchStrategy[Case]:
@@ -164,6 +180,8 @@ def any_cases(*, max_world_size: int = 4) -> SearchStrategy[Case]:
 
     def of_row(row: Axes) -> SearchStrategy[Case]:
         draws = (*_DRAWS, exact_cases) if can_be_exact(row) else _DRAWS
+        if row.adapter == "lora":
+            draws = (*draws, syncing_cases, switching_cases)
         return st.sampled_from(draws).flatmap(lambda draw: draw(row))
 
     return rows(max_world_size=max_world_size).flatmap(of_row)
@@ -236,6 +254,10 @@ def _cases(  # noqa: PLR0913  one keyword per kind of case
 
 def _one_of(fixed: tuple[Program, ...]) -> Programs:
     return lambda _: st.sampled_from(fixed)
+
+
+def _exporting(setting: Setting) -> SearchStrategy[Program]:
+    return st.one_of(st.sampled_from(_EXPORTING), programs.exporting(setting))
 
 
 def _sources(row: Axes) -> SearchStrategy[ConfigSource]:

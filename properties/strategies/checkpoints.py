@@ -21,7 +21,8 @@ from fsdp_engine.contract.actions import (
     Save,
     Train,
 )
-from properties.strategies.programs import Program, Setting, renumbered
+from properties.strategies.programs import Program, renumbered
+from properties.strategies.setting import Setting
 
 _DAMAGES: tuple[Damage, ...] = ("flipped", "missing", "truncated", "foreign")
 _STRATEGIES: tuple[Literal["fsdp2", "fsdp1"], ...] = ("fsdp2", "fsdp1")

@@ -12,6 +12,7 @@ from fsdp_engine.contract.model import (
     TORCH_FAMILIES,
     Family,
     Frozen,
+    LoraTargets,
     Model,
     OptionalPart,
 )
@@ -20,6 +21,7 @@ from fsdp_engine.contract.model import (
 SIZES = (4, 2, 3, 1, 5, 6, 7, 8, 9)
 _EXACT_SIZES = (4, 2, 3, 1)
 _UNITS = (1, 2, 3)
+_TARGETS: tuple[LoraTargets, ...] = get_args(LoraTargets)
 _OPTIONAL: dict[str, tuple[OptionalPart, ...]] = {
     "optional_parameter": ("parameter", "either"),
     "optional_unit": ("unit",),
@@ -72,5 +74,6 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
         buffers=kind == "buffers" or (not language and (mixes or kind == "tied") and buffers),
         optional=optional,
         lora_rank=draw(st.sampled_from((2, 1, 4)), label="lora_rank") if lora else 0,
-        lora_alpha=draw(st.sampled_from((2, 1, 3, 8)), label="lora_alpha") if lora else 2,
+        lora_alpha=draw(st.sampled_from((2, 1, 3, 8, 0)), label="lora_alpha") if lora else 2,
+        lora_targets=draw(st.sampled_from(_TARGETS), label="lora_targets") if lora else "units",
     )

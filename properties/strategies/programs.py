@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from hypothesis import strategies as st
@@ -26,42 +26,28 @@ from fsdp_engine.contract.actions import (
     Load,
     Poison,
     Restore,
+    Resume,
     Train,
     Unfreeze,
 )
 from fsdp_engine.contract.batch import Batch, Planning, Static
-from fsdp_engine.contract.model import Frozen, Model, Part
+from fsdp_engine.contract.model import Part
 from oracles.planner import fewest_micro_batches
+from properties.strategies.exports import resumed, takes, with_an_export
+from properties.strategies.setting import Setting
 
 Program: TypeAlias = tuple[Action, ...]
 Programs: TypeAlias = "Callable[[Setting], SearchStrategy[Program]]"
 Kind: TypeAlias = Literal[
-    "train", "step", "infer", "eval", "export", "poison", "interrupt", "toggle", "restore"
-]
+    "train", "step", "infer", "switch", "eval", "export", "take", "resume", "poison", "interrupt",
+    "toggle", "restore",
+]  # fmt: skip
 
 Phase: TypeAlias = Literal["loss", "forward", "backward"]
 Value: TypeAlias = Literal["nan", "inf"]
 
 MAX_DRAWN = 5
 """Actions of a list; what must be there adds one to four."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a program may freeze, and what is frozen before it."""
-
-    parts: tuple[Part, ...]
-    frozen: Frozen
-
-    @staticmethod
-    def of(model: Model) -> Setting:
-        """An adapter fixes what trains: nothing can be frozen then."""
-        parts: tuple[Part, ...] = ("first_unit", "half", "biases")
-        if model.lora_rank:
-            parts = ()
-        elif not model.bias:
-            parts = parts[:2]
-        return Setting(parts=parts, frozen=model.frozen)
 
 
 def stepping(setting: Setting) -> SearchStrategy[Program]:
@@ -89,8 +75,35 @@ def interrupted(setting: Setting) -> SearchStrategy[Program]:
 
 def inferring(setting: Setting) -> SearchStrategy[Program]:
     """Inference, eval mode and exports, and a training action behind them."""
-    kinds: tuple[Kind, ...] = ("infer", "step", "infer", "eval", "train", "step", "export")
+    kinds: tuple[Kind, ...] = (
+        "infer", "step", "infer", "eval", "train", "step", "export", "switch",
+    )  # fmt: skip
     return _programs(setting, kinds, _with_an_infer)
+
+
+def exporting(setting: Setting) -> SearchStrategy[Program]:
+    """Exports of every kind, taken whole, in part or later, between and after steps."""
+    kinds: tuple[Kind, ...] = ("take", "step", "take", "resume", "infer", "train", "restore")
+    return _programs(setting, kinds, with_an_export)
+
+
+def syncing(setting: Setting) -> SearchStrategy[Program]:
+    """Base, adapter and merged weights exported one after the other, also after a step.
+
+    Without an adapter there is nothing to merge: such a program only exports.
+    """
+    phases = [Export(weights=contents) for contents in setting.contents[1:]]
+    layered = [replace(e, layered=True) if e.weights == "adapter" else e for e in phases]
+    orders = st.one_of(st.permutations(phases), st.permutations(layered))
+    before = _lists(setting, ("step", "switch", "infer", "restore"))
+    return st.builds(
+        lambda actions, exports: renumbered([*actions[:3], *exports, Export()]), before, orders
+    )
+
+
+def switching(setting: Setting) -> SearchStrategy[Program]:
+    """Inference without the adapter and with it merged, and a training action behind them."""
+    return _programs(setting, ("switch", "step", "infer"), _with_switches)
 
 
 def freezing(setting: Setting) -> SearchStrategy[Program]:
@@ -128,20 +141,21 @@ def _programs(
     kinds: tuple[Kind, ...],
     completed: Callable[[list[Action], Setting], list[Action]],
 ) -> Program:
-    drawn = draw(_lists(setting.parts, kinds), label="actions")
-    return renumbered(_toggled(completed(drawn, setting), setting))
+    drawn = draw(_lists(setting, kinds), label="actions")
+    return renumbered(resumed(_toggled(completed(drawn, setting), setting)))
 
 
 @functools.cache
-def _lists(parts: tuple[Part, ...], kinds: tuple[Kind, ...]) -> SearchStrategy[list[Action]]:
+def _lists(setting: Setting, kinds: tuple[Kind, ...]) -> SearchStrategy[list[Action]]:
     """Kept: making the strategies takes longer than drawing from them."""
-    allowed = [kind for kind in kinds if kind != "toggle" or parts]
-    actions = _actions(parts)
+    missing = {"toggle": not setting.parts, "switch": not setting.switches}
+    allowed = [kind for kind in kinds if not missing.get(kind, False)]
+    actions = _actions(setting)
     action = st.sampled_from(allowed).flatmap(actions.__getitem__)
     return st.lists(action, max_size=MAX_DRAWN)
 
 
-def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
+def _actions(setting: Setting) -> dict[Kind, SearchStrategy[Action]]:
     """Actions by kind. A toggle is a freeze here, with what to freeze where nothing is frozen."""
     batch = st.sampled_from((0, 1))
     phase: SearchStrategy[Phase] = st.sampled_from(("backward", "loss", "forward"))
@@ -152,10 +166,13 @@ def _actions(parts: tuple[Part, ...]) -> dict[Kind, SearchStrategy[Action]]:
         "infer": st.builds(Infer, batch=batch),
         "eval": st.builds(Eval),
         "export": st.builds(Export),
+        "take": takes(setting),
+        "resume": st.builds(Resume),
+        "switch": st.builds(Infer, batch=batch, adapter=st.sampled_from(setting.switches)),
         "poison": st.builds(Poison, batch=batch, value=value),
         "interrupt": st.builds(Interrupt, batch=batch, phase=phase),
         "restore": st.builds(Restore),
-        "toggle": st.builds(Freeze, part=st.sampled_from(parts)),
+        "toggle": st.builds(Freeze, part=st.sampled_from(setting.parts)),
     }
 
 
@@ -183,6 +200,15 @@ def _with_an_infer(actions: list[Action], _: Setting) -> list[Action]:
     if any(isinstance(action, Eval | Export) for action in actions):
         return _ending(actions, None, Train())
     return _ending(actions, Infer(), Train())
+
+
+def _with_switches(actions: list[Action], setting: Setting) -> list[Action]:
+    """Every switch that the model allows; before a merged forward the merged weights."""
+    if not setting.switches:
+        return _ending(actions, None, Train())
+    merged: list[Action] = [Export(weights="merged"), Infer(adapter="merged")]
+    switches = merged if "merged" in setting.switches else []
+    return [*actions, *switches, Infer(adapter="off"), Train()]
 
 
 def _with_a_toggle(actions: list[Action], setting: Setting) -> list[Action]:

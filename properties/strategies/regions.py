@@ -35,6 +35,15 @@ def plain_on_many_ranks(row: Axes) -> bool:
     return row.adapter == "plain" and many_ranks(row)
 
 
+def can_have_adapter(row: Axes) -> bool:
+    """Two ranks and more, and a model that an adapter can be put on.
+
+    The language families, which take longest with one, are drawn for tied weights alone: to an
+    adapter they are linear layers and an embedding.
+    """
+    return many_ranks(row) and row.kind in ("linear", "mlp", "embedding", "tied", "buffers")
+
+
 def sometimes_used(row: Axes) -> bool:
     """Models with a part that only gated sequences use, on two ranks and more."""
     return row.kind in OPTIONAL_KINDS and many_ranks(row)

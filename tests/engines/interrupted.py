@@ -117,22 +117,6 @@ class KeepsFlags(Reference):
         return engine
 
 
-class StepsDuringExport(Reference):
-    """Asks an export to go on after an optimizer step."""
-
-    def build(self, case: Case, rank: RankContext) -> FsdpEngine:
-        engine = super().build(case, rank)
-
-        def export(action: Any) -> Iterator[tuple[str, Tensor]]:
-            tensors = FsdpEngine.export(engine, action)
-            yield next(tensors)
-            assert engine.step().stepped
-            yield from tensors
-
-        engine.export = export  # type: ignore[method-assign]
-        return engine
-
-
 @contextmanager
 def _raising(
     module: nn.Module, loss: TokenLoss, phase: str, micro_batch: int

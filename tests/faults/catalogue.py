@@ -7,6 +7,7 @@ from tests.faults.in_checkpoints import IN_CHECKPOINTS
 from tests.faults.in_devices import IN_DEVICES
 from tests.faults.in_setup import IN_SETUP
 from tests.faults.in_steps import IN_STEPS
+from tests.faults.in_weights import IN_WEIGHTS
 
-FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_CHECKPOINTS, *IN_DEVICES)
+FAULTS = (*IN_BATCHES, *IN_STEPS, *IN_SETUP, *IN_WEIGHTS, *IN_CHECKPOINTS, *IN_DEVICES)
 """Every fault; those of one class are neighbours."""

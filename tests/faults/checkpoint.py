@@ -180,10 +180,11 @@ class OldestLoaded(Planted):
 
 class _WithoutOptimizerWhenNew(FsdpEngine):
     def load(self, path: str | Path) -> Loaded:
-        new = self._steps == 0
+        optimization = self._optimization
+        new = optimization is not None and not optimization._optimizer.state
         loaded = super().load(path)
-        if new and self._optimization is not None:
-            self._optimization._optimizer.state.clear()
+        if new and optimization is not None:
+            optimization._optimizer.state.clear()
         return loaded
 
 

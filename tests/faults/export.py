@@ -69,7 +69,7 @@ class TiedAliasDropped(Planted):
 class _WithoutAliases(FsdpEngine):
     def export(self, action: Export) -> Named:
         seen: set[str] = set()
-        first_names = {entry.name: entry.parameter for entry in self._entries}
+        first_names = {entry.name: entry.parameter for entry in self.weights.plan.entries}
         for name, tensor in super().export(action):
             parameter = first_names[name]
             if parameter is None or parameter not in seen:
@@ -136,7 +136,7 @@ class _YieldsRows(FsdpEngine):
 
 class _JoinsBuffers(FsdpEngine):
     def export(self, action: Export) -> Named:
-        buffers = {entry.name for entry in self._entries if entry.parameter is None}
+        buffers = {entry.name for entry in self.weights.plan.entries if entry.parameter is None}
         for name, tensor in super().export(action):
             copies = [tensor] * torch.distributed.get_world_size()
             yield name, torch.cat(copies) if name in buffers and tensor.dim() else tensor

@@ -114,7 +114,8 @@ class _KeepsGradients(FsdpEngine):
         optimization = self._optimizer("step")
         self._settle()
         result = optimization.step()
-        self._steps += result.stepped
+        if result.stepped:
+            self.weights.written()
         return result
 
 
