@@ -1,10 +1,11 @@
 # `make properties` and `make test` do all the set-up themselves: a virtual environment with the
 # exact versions of constraints.txt, then the run. A second call skips what is up to date.
 #
-#   make properties PROFILE=smoke ENGINE=torch_fsdp2 ARGS="-k gradient -x"
+#   make properties PROFILE=smoke ENGINE=torch_fsdp2 DEVICE=sim ARGS="-k gradient -x"
 
 PROFILE ?= default
 ENGINE ?= reference
+DEVICE ?= cpu
 ARGS ?=
 VENV ?= .venv
 BASE_PYTHON ?= python3
@@ -14,7 +15,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: properties test detection bench lint types layers check clean setup
 
 properties: setup
-	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) $(ARGS)
+	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) \
+	  --device $(DEVICE) $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest tests/ -n auto $(ARGS)

@@ -36,7 +36,7 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 Mistake: TypeAlias = Callable[[Case, Counts], Float64]
 """The factor with which each micro-batch of each rank enters the mean; all ones are right."""
 
-NUM_CASES = 10
+NUM_CASES = 14
 
 
 def _sum_for_mean(case: Case, counts: Counts) -> Float64:

@@ -1,0 +1,113 @@
+"""Ranks on the simulated device show what ranks on the host show, bit for bit, and more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from fsdp_engine.contract.actions import Export, Infer, Interrupt, Restore, Train
+from fsdp_engine.contract.case import Case, Optimizer, Strategy
+from fsdp_engine.contract.errors import AcceleratorError
+from fsdp_engine.contract.model import Model
+from fsdp_engine.contract.observation import Observation, TrainRecord
+from fsdp_engine.world.pool import WorldPool
+from oracles.metamorphic import Shorter, first_difference
+from tests.small_cases import small_case
+
+MLP = Model(family="mlp", units=2)
+TIED = Model(family="embedding", units=2, tied=True)
+QWEN2 = Model(family="qwen2", units=2, lora_rank=1)
+
+STRATEGIES: tuple[Strategy, ...] = ("fsdp2", "fsdp1")
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[WorldPool]:
+    with WorldPool("reference") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[WorldPool]:
+    with WorldPool("reference", device="sim", case_timeout_s=60.0) as pool:
+        try:
+            pool.tables()
+        except AcceleratorError as error:
+            pytest.skip(str(error))
+        yield pool
+
+
+def _case(strategy: Strategy, shape: tuple[int, ...], model: Model, policy: str) -> Case:
+    case = small_case(
+        shape=shape, model=model, policy=policy, strategy=strategy, deferred=len(shape) == 1
+    )
+    program = (Train(step=True), Infer(), Export(), Interrupt(), Train(step=True), Export())
+    return replace(case, program=program, optimizer=Optimizer(kind="adamw"))
+
+
+def _differences(case: Case, here: Observation, there: Observation) -> list[str]:
+    whole = Shorter(case=case, kept=tuple(range(len(case.program))))
+    return [str(m) for m in first_difference(whole, there, here, told="device against host")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("shape", "setting"),
+    [
+        ((2,), (MLP, "fp32")),
+        ((3,), (TIED, "fp32/bf16/fp32")),
+        ((2, 2), (QWEN2, "bf16/bf16/fp32")),
+        ((2, 1), (MLP, "fp64")),
+    ],
+)
+def test_the_device_computes_what_the_host_does(
+    host: WorldPool,
+    device: WorldPool,
+    strategy: Strategy,
+    shape: tuple[int, ...],
+    setting: tuple[Model, str],
+) -> None:
+    case = _case(strategy, shape, *setting)
+    here, there = host(case), device(case)
+    assert _differences(case, here, there) == []
+    exported = {
+        (tensor.device, tensor.name): tensor.value
+        for rank in there.ranks
+        for tensor in rank.records[2].tensors  # type: ignore[union-attr]  # an export
+    }
+    assert {where for where, _ in exported} == {"hpu:0"}
+    assert [rank.device for rank in here.ranks] == ["cpu"] * len(here.ranks)
+
+
+def test_the_same_case_holds_the_same_bytes_every_time(device: WorldPool) -> None:
+    case = _case("fsdp2", (2,), QWEN2, "fp32/bf16/fp32")
+    first = device(case)
+    assert device(case) == first
+    assert device.fresh(case) == first
+    assert all(rank.built_bytes > 0 for rank in first.ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deferral_costs_the_gradients_that_wait(device: WorldPool, strategy: Strategy) -> None:
+    """Between micro-batches: a gradient of every parameter in full instead of one of its shard."""
+    eager = replace(_case(strategy, (2,), MLP, "fp32"), program=(Train(),))
+    eager = replace(eager, engine=replace(eager.engine, deferred=False))
+    deferred = replace(eager, engine=replace(eager.engine, deferred=True))
+    held = [_after_first_backward(device(case)) for case in (eager, deferred)]
+    shard = device(eager).ranks[0].built_bytes
+    assert held[1] - held[0] == 2 * shard - shard
+
+
+def _after_first_backward(observation: Observation) -> int:
+    record = observation.ranks[0].records[0]
+    assert isinstance(record, TrainRecord)
+    sample = record.residency[1]
+    assert (sample.moment, sample.micro_batch) == ("after_backward", 0)
+    return sample.device_bytes
+
+
+def test_a_schedule_changes_nothing_on_the_host(host: WorldPool) -> None:
+    case = replace(_case("fsdp2", (2,), MLP, "fp32"), program=(Train(step=True), Restore()))
+    assert host(replace(case, schedule=3)) == host(case)
