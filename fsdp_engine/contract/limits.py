@@ -8,7 +8,7 @@ from fsdp_engine.contract.errors import CaseError
 
 MAX_WORLD_SIZE = 64
 MAX_UNITS = 8
-MAX_WIDTH = 256
+MAX_WIDTH = 2048
 MAX_VOCAB = 1024
 MAX_LENGTH = 256
 MAX_SEQUENCES = 64
