@@ -20,7 +20,8 @@ class Profile:
 
     `strength` values of the main axes are combined in the covering array. A suite takes at most
     `main_rows` (the suite that judges all pairs) or `rows` of the array, the most varied, and draws
-    `examples` cases in each; a suite over a table takes `table_cases` of it. Worlds have at most
+    `examples` cases in each; with `small_first` all but that suite take small rows where they have
+    some. A suite over a table takes `table_cases` of it. Worlds have at most
     `max_world_size` ranks.
     """
 
@@ -30,6 +31,7 @@ class Profile:
     main_rows: int
     rows: int
     examples: int
+    small_first: bool
     table_cases: int
     case_timeout_s: float
 
@@ -44,6 +46,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=6,
             rows=1,
             examples=2,
+            small_first=True,
             table_cases=2,
             case_timeout_s=10.0,
         ),
@@ -54,6 +57,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=1000,
             rows=11,
             examples=2,
+            small_first=False,
             table_cases=1000,
             case_timeout_s=13.0,
         ),
@@ -64,6 +68,7 @@ PROFILES: dict[str, Profile] = {
             main_rows=10_000,
             rows=100,
             examples=5,
+            small_first=False,
             table_cases=1000,
             case_timeout_s=60.0,
         ),

@@ -23,6 +23,7 @@ from fsdp_engine.contract.case import Case
 from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
 from properties.profiles import Profile, settings_of
+from properties.strategies.regions import is_small
 
 Drawing: TypeAlias = Callable[[Axes], SearchStrategy[Case]]
 SuiteTest: TypeAlias = Callable[[Case, Judge], None]
@@ -68,8 +69,11 @@ class _Rows:
     def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else -(-profile.rows // self.one_in)
-        rows = (row for row in array if not strategies or row.strategy in strategies)
-        return varied(filter(self.where, rows), count=count)
+        rows = [row for row in array if not strategies or row.strategy in strategies]
+        rows = list(filter(self.where, rows))
+        if profile.small_first and not self.main:
+            rows = list(filter(is_small, rows)) or rows
+        return varied(rows, count=count)
 
     def takes(self, case: Case) -> bool:
         row = axes_of(case)

@@ -10,6 +10,12 @@ def many_ranks(row: Axes) -> bool:
     return row.mesh != "single"
 
 
+def is_small(row: Axes) -> bool:
+    """Worlds of two and three ranks, and no language model: what is quick to run."""
+    language = row.kind in ("llama", "qwen2", "mixtral")
+    return row.mesh in ("line2", "line3", "row", "column") and not language
+
+
 def replicated(row: Axes) -> bool:
     """Meshes with more than one replica."""
     return row.mesh in ("grid", "column", "wide_grid")
