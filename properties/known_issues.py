@@ -255,4 +255,23 @@ FSDP2 = (
     ),
 )
 
-KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2
+ON_DEVICE = tuple(
+    KnownIssue(
+        id=f"fsdp{version}-gathered-after-inference",
+        engines=(f"torch_fsdp{version}",),
+        reason="after a forward without backward the root stays gathered, under ZeRO-2 everything, "
+        "and so stays in memory until the next backward",
+        reference=f"{_SOURCE}/{place}",
+        hits=programs.may_train_after_inference,
+        must=programs.trains_after_inference,
+        ends=("Failed",),
+        says=("bytes on the device before", "bytes on the device after"),
+        properties=("device-memory-matches-oracle",),
+    )
+    for version, place in (
+        (1, "_runtime_utils.py#L496"),
+        (2, "_fully_shard/_fsdp_param_group.py#L500"),
+    )
+)
+
+KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2 + ON_DEVICE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from fsdp_engine.contract.actions import (
     Action,
@@ -39,6 +39,7 @@ class Shown:
     id: str
     case: Case
     found_by: str = GRADIENTS
+    device: str = "cpu"
 
     @property
     def engine(self) -> str:
@@ -99,6 +100,15 @@ FROZEN = replace(MLP, frozen="first_unit")
 RESTORE = (Train(step=True), Infer(), Restore(), NEXT)
 
 SHOWN = (
+    *(
+        Shown(
+            id=f"{strategy}-gathered-after-inference",
+            case=_case(strategy, Infer(), Train()),
+            found_by="device-memory-matches-oracle",
+            device="sim",
+        )
+        for strategy in get_args(Strategy)
+    ),
     Shown(id="fsdp1-one-shard-never-averages", case=_case("fsdp1", mesh=(2, 1))),
     Shown(
         id="fsdp1-one-shard-never-averages",

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import pytest
 
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import AcceleratorError
+from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import passing
 from properties.catalog import load_check
@@ -31,13 +33,28 @@ from tests.judging import (
 )
 from tests.known_issue_cases import MAY_SHOW, SHOWN, Shown
 
+Pools: TypeAlias = dict[tuple[str, str], WorldPool]
+
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[str, WorldPool]]:
-    pools = {name: WorldPool(name) for name in ("torch_fsdp1", "torch_fsdp2", "reference")}
+def pools() -> Iterator[Pools]:
+    pools: Pools = {
+        (name, device): WorldPool(name, device=device)
+        for name in ("torch_fsdp1", "torch_fsdp2", "reference")
+        for device in DEVICES
+    }
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+def _pool(pools: Pools, engine: str, device: str) -> WorldPool:
+    pool = pools[engine, device]
+    try:
+        pool.tables()
+    except AcceleratorError as error:
+        pytest.skip(str(error))
+    return pool
 
 
 def _judge(folder: Path, pool: WorldPool, engine: str) -> Judge:
@@ -77,9 +94,9 @@ def test_every_issue_is_shown_here() -> None:
     "shown", [*SHOWN, *MAY_SHOW], ids=lambda shown: f"{shown.id}-{shown.found_by}"
 )
 def test_an_issue_is_found_and_reported_as_known(
-    pools: dict[str, WorldPool], tmp_path: Path, shown: Shown
+    pools: Pools, tmp_path: Path, shown: Shown
 ) -> None:
-    judge = _judge(tmp_path, pools[shown.engine], shown.engine)
+    judge = _judge(tmp_path, _pool(pools, shown.engine, shown.device), shown.engine)
     judge(load_check(shown.found_by), shown.case)
     (tally,) = judge.tallies.values()
     assert tally.known_issue == {shown.id: 1}
@@ -91,10 +108,10 @@ def test_an_issue_is_found_and_reported_as_known(
 
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
 def test_where_it_no_longer_shows_the_session_fails(
-    pools: dict[str, WorldPool], tmp_path: Path, shown: Shown
+    pools: Pools, tmp_path: Path, shown: Shown
 ) -> None:
     """The reference engine is right in all of these: under the torch engine's name it is fixed."""
-    judge = _judge(tmp_path, pools["reference"], shown.engine)
+    judge = _judge(tmp_path, _pool(pools, "reference", shown.device), shown.engine)
     (issue,) = [issue for issue in KNOWN_ISSUES if issue.id == shown.id]
     assert issue.must(shown.case)
     if issue.must_in and shown.found_by not in issue.must_in:

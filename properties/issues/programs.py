@@ -118,6 +118,20 @@ def restores_what_is_gathered(case: Case) -> bool:
     return False
 
 
+def trains_after_inference(case: Case) -> bool:
+    """A forward without backward gathers, and a batch comes at once behind it."""
+    return case.mesh.shards > 1 and any(
+        isinstance(before, Infer) and isinstance(after, Train)
+        for before, after in itertools.pairwise(case.program)
+    )
+
+
+def may_train_after_inference(case: Case) -> bool:
+    """The same, with other actions in between."""
+    kinds = [action.kind for action in case.program]
+    return case.mesh.shards > 1 and "infer" in kinds and "train" in kinds[kinds.index("infer") :]
+
+
 def surely_restores(case: Case) -> bool:
     """The same, where the root has moved far enough to be seen and the next batch is trained."""
     moves = case.optimizer.lr > 0 and not case.optimizer.warmup_steps
