@@ -236,6 +236,7 @@ class FsdpEngine:
             ConfigError: `max_to_keep` is less than one.
             CheckpointError: it cannot be written; earlier ones are as they were.
         """
+        self.weights.require_unmerged("save")
         return checkpoint.save(self._held(), Path(path), max_to_keep=max_to_keep)
 
     def load(self, path: str | Path) -> checkpoint.Loaded:
@@ -247,6 +248,7 @@ class FsdpEngine:
         Raises:
             CheckpointError: it is refused, on every rank, and nothing has been touched.
         """
+        self.weights.require_unmerged("load")
         ready = checkpoint.prepare(self._held(), Path(path))
         self.zero_grad()
         reshard(self.module)

@@ -81,7 +81,7 @@ class RaisesInMerge(_Trying):
 
 
 class UsesMerged(_Trying):
-    """Reads, trains and steps while the adapter is merged."""
+    """Reads, trains, steps, saves and loads while the adapter is merged."""
 
     def attempt(self, engine: FsdpEngine, batch: LocalBatch, loss: TokenLoss) -> None:
         held = engine.export(Export())
@@ -92,6 +92,8 @@ class UsesMerged(_Trying):
                 engine.step,
                 lambda: engine.restore(()),
                 lambda: engine.export(Export()),
+                lambda: engine.save("nowhere"),
+                lambda: engine.load("nowhere"),
                 lambda: next(held),
             ]
             for call in calls:
