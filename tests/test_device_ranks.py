@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
 from oracles.metamorphic import Shorter, first_difference
+from oracles.records import PASSES
 from tests.small_cases import small_case
 
 MLP = Model(family="mlp", units=2)
@@ -36,6 +38,12 @@ def device() -> Iterator[WorldPool]:
             pool.tables()
         except AcceleratorError as error:
             pytest.skip(str(error))
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def offloaded(device: WorldPool) -> Iterator[WorldPool]:  # noqa: ARG001  skips without a device
+    with WorldPool("tests.engines.offloaded:Offloaded", device="sim", case_timeout_s=60.0) as pool:
         yield pool
 
 
@@ -106,6 +114,32 @@ def _after_first_backward(observation: Observation) -> int:
     sample = record.residency[1]
     assert (sample.moment, sample.micro_batch) == ("after_backward", 0)
     return sample.device_bytes
+
+
+@pytest.mark.parametrize("schedule", [None, 0, 1, 2])
+def test_parameters_on_the_host_are_copied_in_order(
+    offloaded: WorldPool, host: WorldPool, schedule: int | None
+) -> None:
+    """FSDP2 with `CPUOffloadPolicy`: a copy in for every gather, a copy out for every reduction.
+
+    The root, of one parameter as the two units are, stays gathered for its backward.
+    """
+    case = replace(_case("fsdp2", (2,), Model(units=2), "fp32"), program=(Train(),))
+    case = replace(case, engine=replace(case.engine, deferred=False))
+    there = offloaded(replace(case, schedule=schedule))
+    assert _differences(case, host(case), there) == []
+    for rank in there.ranks:
+        record = rank.records[0]
+        assert isinstance(record, TrainRecord)
+        assert rank.races == ()
+        assert (rank.built_bytes, record.device_bytes) == (0, (0, 0))
+        crossing = Counter(
+            (copy.phase, copy.direction) for copy in record.copies if copy.phase in PASSES
+        )
+        assert crossing["forward", "host_to_device"] == 3 * 2
+        assert crossing["backward", "host_to_device"] == 2 * 2
+        assert crossing["backward", "device_to_host"] == 3 * 2
+        assert crossing["forward", "device_to_host"] == 0
 
 
 def test_a_schedule_changes_nothing_on_the_host(host: WorldPool) -> None:

@@ -148,6 +148,7 @@ def test_an_engine_that_refuses_everything_is_no_pass(tmp_path: Path, inside: In
         (("--engine", "no_such_engine"), "no_such_engine"),
         (("--engine", "tests.engines.broken_import:Engine"), "needs a library that is broken"),
         (("--profile", "huge"), "--profile: 'huge' is unknown"),
+        (("--device", "moon"), "--device: 'moon' is unknown; legal are cpu, sim"),
         (("--hypothesis-seed", "x"), "'x'"),
         (("--cases", "missing.json"), "missing.json"),
         (("--report-json", "/proc/report.json"), "--report-json /proc/report.json"),
@@ -160,6 +161,16 @@ def test_a_bad_option_ends_the_session_at_once(
     assert code == 4, printed
     assert told in printed
     assert "INTERNALERROR" not in printed
+
+
+def test_a_device_that_cannot_be_built_ends_the_session_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ran = _session(tmp_path, "-n", "2", "--device", "sim", str(PROJECT / "properties"))
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--device sim: the simulated accelerator needs a C++ compiler" in ran.stdout + ran.stderr
 
 
 def test_a_bad_case_is_a_failing_test_and_the_others_are_judged(
