@@ -192,7 +192,7 @@ class Case:
                 len(batch.ranks) == self.mesh.world_size,
                 "batch.ranks",
                 len(batch.ranks),
-                f"one entry per rank of {self.mesh.shape}",
+                f"one entry per rank of mesh.shape {self.mesh.shape}",
             )
             self._require_plannable(batch)
         for action in self.program:
