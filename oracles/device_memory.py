@@ -12,6 +12,7 @@ import math
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation
 from fsdp_engine.workload.models import build_model
+from oracles.memory import Held
 from oracles.sharding import (
     ITEM_SIZE,
     ParameterLayout,
@@ -45,6 +46,16 @@ def parameter_bytes(case: Case, numerics: Numerics) -> int:
     """A rank's parts of all parameters, with padding; reduced gradients take as much."""
     elements = sum(_elements(case, numerics, unit.parameters) for unit in unit_layouts(case))
     return elements // case.mesh.shards * ITEM_SIZE[numerics.storage]
+
+
+def behind_backward(case: Case, numerics: Numerics, held: Held, *, last: bool) -> int:
+    """What gradients and gathered parameters take after a backward, beside what rests.
+
+    `held` is what the wrapper keeps then; `last`: the micro-batch is the batch's last one.
+    """
+    synced = last or not case.engine.deferred
+    reduced = parameter_bytes(case, numerics) if synced else 0
+    return held.gradient_bytes + held.parameter_bytes + reduced
 
 
 def optimizer_bytes(case: Case, rank: RankObservation) -> int:

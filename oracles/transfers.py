@@ -66,7 +66,7 @@ def allowed_in_training(
     }
 
 
-ALLOWED_IN_EXPORT: dict[str, Allowed] = {
-    "host_to_device": Allowed(count=1, num_bytes=1 << 16),
-    "device_to_host": Allowed(count=1, num_bytes=1 << 16),
+ALLOWED_IN_EXPORT: dict[tuple[str, str], Allowed] = {
+    ("export", "host_to_device"): Allowed(count=1, num_bytes=1 << 16),
+    ("export", "device_to_host"): Allowed(count=1, num_bytes=1 << 16),
 }

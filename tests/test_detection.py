@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.world.pool import WorldPool
 from properties.catalog import PROPERTIES
 from properties.profiles import PROFILES
 from tests.detection.search import Searching, Watch, items_of, search, suite_tests
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import Fault
+from tests.world_cases import skip_without_device
 
 DEFAULT = PROFILES["default"]
 
@@ -32,10 +32,7 @@ SEARCHES = [
 def test_fault_is_found(fault: Fault, name: str, tmp_path: Path) -> None:
     items = items_of(name, DEFAULT, first=fault.can_show)
     with WorldPool(fault.engine, device=fault.device) as pool:
-        try:
-            pool.tables()
-        except AcceleratorError as error:
-            pytest.skip(str(error))
+        skip_without_device(pool)
         watch = Watch(run=pool)
         found = search(items, watch, Searching(profile=DEFAULT, seed=0, root=tmp_path))
     assert found is not None

@@ -10,13 +10,13 @@ import pytest
 
 from fsdp_engine.contract.actions import Export, Infer, Interrupt, Restore, Train
 from fsdp_engine.contract.case import Case, Optimizer, Strategy
-from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
 from oracles.metamorphic import Shorter, first_difference
 from oracles.records import PASSES
 from tests.small_cases import small_case
+from tests.world_cases import skip_without_device
 
 MLP = Model(family="mlp", units=2)
 TIED = Model(family="embedding", units=2, tied=True)
@@ -34,10 +34,7 @@ def host() -> Iterator[WorldPool]:
 @pytest.fixture(scope="module")
 def device() -> Iterator[WorldPool]:
     with WorldPool("reference", device="sim", case_timeout_s=60.0) as pool:
-        try:
-            pool.tables()
-        except AcceleratorError as error:
-            pytest.skip(str(error))
+        skip_without_device(pool)
         yield pool
 
 

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import passing
@@ -32,6 +31,7 @@ from tests.judging import (
     raising,
 )
 from tests.known_issue_cases import MAY_SHOW, SHOWN, Shown
+from tests.world_cases import skip_without_device
 
 Pools: TypeAlias = dict[tuple[str, str], WorldPool]
 
@@ -50,10 +50,7 @@ def pools() -> Iterator[Pools]:
 
 def _pool(pools: Pools, engine: str, device: str) -> WorldPool:
     pool = pools[engine, device]
-    try:
-        pool.tables()
-    except AcceleratorError as error:
-        pytest.skip(str(error))
+    skip_without_device(pool)
     return pool
 
 

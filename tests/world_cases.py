@@ -6,8 +6,11 @@ import os
 import select
 from typing import Any
 
+import pytest
+
 from fsdp_engine.contract.batch import Batch, Sequence
 from fsdp_engine.contract.case import Case, EngineOptions, Mesh, Strategy
+from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 
@@ -57,3 +60,11 @@ def wait_until_gone(pids: list[int]) -> None:
         ended, _, _ = select.select([handle], [], [], LONG_S)
         os.close(handle)
         assert ended, f"process {pid} is left"
+
+
+def skip_without_device(pool: WorldPool) -> None:
+    """Skip the test where the pool's device cannot be had on this machine."""
+    try:
+        pool.tables()
+    except AcceleratorError as error:
+        pytest.skip(str(error))

@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_engine.contract.errors import CheckpointError
-from fsdp_engine.contract.observation import FlatRange, Shard
+from fsdp_engine.contract.observation import Shard
 from fsdp_engine.contract.protocol import LocalShard
+from fsdp_engine.engine.packing import flat_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +59,11 @@ class Interval:
 
 def interval_of(shard: LocalShard, data: Tensor) -> Interval:
     """Where the shard lies in the flat tensor, with the elements `data`."""
-    placement, shape = shard.placement, tuple(shard.full_shape)
-    start = 0
-    if isinstance(placement, FlatRange):
-        start = placement.start
-    elif isinstance(placement, Shard):
-        if placement.dim != 0:
-            raise CheckpointError(
-                f"{shard.name}: sharded along dim {placement.dim}; legal is dim 0"
-            )
-        start = placement.start * math.prod(shape[1:])
+    placement = shard.placement
+    if isinstance(placement, Shard) and placement.dim != 0:
+        raise CheckpointError(f"{shard.name}: sharded along dim {placement.dim}; legal is dim 0")
+    start, _ = flat_range(shard)
+    shape = tuple(shard.full_shape)
     return Interval(shape=shape, start=start, data=data.detach().cpu().reshape(-1))
 
 

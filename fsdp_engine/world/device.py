@@ -6,12 +6,12 @@ which accelerator there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from fsdp_engine.contract.observation import Copy
-from fsdp_engine.contract.protocol import DEVICES, DeviceName
+from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.accelerator import device as accelerator
 from fsdp_engine.world.accelerator.ledger import Copy as LedgerCopy
 
@@ -26,7 +26,6 @@ class Device:
     `init_process_group` takes.
     """
 
-    name: DeviceName = "cpu"
     torch_name = "cpu"
     backend = "gloo"
 
@@ -48,13 +47,12 @@ class Device:
 
     def scheduled(self, seed: int) -> AbstractContextManager[list[str]]:  # noqa: ARG002  nothing to schedule
         """Be asynchronous inside; the list has what was used out of order, afterwards."""
-        return _no_races()
+        return nullcontext([])
 
 
 class Simulated(Device):
     """The simulated accelerator. Raises `AcceleratorError` where it cannot be had."""
 
-    name: DeviceName = "sim"
     torch_name = f"{accelerator.DEVICE_TYPE}:0"
     backend = f"cpu:gloo,{accelerator.DEVICE_TYPE}:gloo"
 
@@ -108,8 +106,3 @@ def _placed(copy: LedgerCopy) -> Copy:
         phase=phase,  # type: ignore[arg-type]  # written by `label` above
         micro_batch=int(micro_batch),
     )
-
-
-@contextmanager
-def _no_races() -> Iterator[list[str]]:
-    yield []

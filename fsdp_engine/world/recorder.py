@@ -102,12 +102,7 @@ class Recorder:
         """
         if self.phase in ("build", "other"):
             return None
-        phase = self.phase
-        if self._in_forward:
-            phase = "forward"
-        elif in_backward() and self._num_forwards:
-            phase = "backward"
-        return phase, self._num_forwards - 1
+        return self._pass() or self.phase, self._num_forwards - 1
 
     def take(self) -> tuple[tuple[Collective, ...], tuple[Residency, ...]]:
         """What was recorded since the last call."""
@@ -180,11 +175,16 @@ class Recorder:
         """Note that the backend has finished a collective."""
         self._log.finished(number)
 
-    def _now(self) -> Phase:
+    def _pass(self) -> Literal["forward", "backward"] | None:
+        """The pass that is running."""
         if in_backward() and self._num_forwards:
             return "backward"
-        if self._in_forward:
-            return "forward"
+        return "forward" if self._in_forward else None
+
+    def _now(self) -> Phase:
+        running = self._pass()
+        if running is not None:
+            return running
         if self._after_backward:
             return "backward"
         return "other" if self._in_pass and self._num_forwards else self.phase

@@ -10,7 +10,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     Copy,
     ExportRecord,
-    Observation,
+    Numerics,
     RankObservation,
     TrainRecord,
 )
@@ -20,6 +20,7 @@ from oracles.device_memory import (
     OWN_NUMBERS,
     at_rest,
     batch_bytes,
+    behind_backward,
     is_predicted,
     optimizer_bytes,
     parameter_bytes,
@@ -54,35 +55,32 @@ def memory_matches(case: Case, run: Run) -> Verdict:
         return not_applicable(_ON_THE_HOST)
     if not is_predicted(case, observation.numerics):
         return not_applicable("no wrapper, program or model whose bytes are predicted")
+    built = at_rest(case, observation.numerics)
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
-        wanted = at_rest(case, observation.numerics)
         where = f"rank {rank.rank} bytes on the device"
-        mismatches += _bytes(f"{where} after the build", rank.built_bytes, wanted)
-        mismatches += _training_bytes(case, observation, rank, where)
+        mismatches += _bytes(f"{where} after the build", rank.built_bytes, built)
+        mismatches += _training_bytes(case, observation.numerics, rank, built, where)
     return exactly(mismatches)
 
 
 def _training_bytes(
-    case: Case, observation: Observation, rank: RankObservation, where: str
+    case: Case, numerics: Numerics, rank: RankObservation, built: int, where: str
 ) -> Iterator[Mismatch]:
-    numerics = observation.numerics
-    resting, reduced = at_rest(case, numerics), parameter_bytes(case, numerics)
+    resting, reduced = built, parameter_bytes(case, numerics)
     for index, record in enumerate(rank.records):
         action = case.program[index]
         if not (isinstance(record, TrainRecord) and isinstance(action, Train)):
             continue
         place = f"action {index} (train) {where}"
         yield from _bytes(f"{place} before", record.device_bytes[0], resting)
-        deferred = case.engine.deferred
         gated = (True,) * len(record.plan)
-        held = predict_held(case, numerics, gated, deferred=deferred)
+        held = predict_held(case, numerics, gated, deferred=case.engine.deferred)
         for sample, wanted in zip(record.residency, held, strict=True):
             if sample.moment != "after_backward":
                 continue
             last = sample.micro_batch == len(record.plan) - 1
-            floor = resting + wanted.gradient_bytes + wanted.parameter_bytes
-            floor += reduced if last or not deferred else 0
+            floor = resting + behind_backward(case, numerics, wanted, last=last)
             indices = record.plan[sample.micro_batch]
             room = batch_bytes(case, action.batch, rank.rank, indices) + OWN_NUMBERS
             if not floor <= sample.device_bytes <= floor + room:
@@ -92,7 +90,7 @@ def _training_bytes(
                     wanted=f"{floor}, and at most {room} of the micro-batch itself",
                 )
         if record.stepped:
-            resting = at_rest(case, numerics) + optimizer_bytes(case, rank)
+            resting = built + optimizer_bytes(case, rank)
         yield from _bytes(f"{place} after", record.device_bytes[1], resting + reduced)
 
 
@@ -107,11 +105,9 @@ def copies_are_needed(case: Case, run: Run) -> Verdict:
             where = f"action {index} ({action.kind}) rank {rank.rank}"
             if isinstance(record, TrainRecord) and isinstance(action, Train):
                 allowed = _allowed(case, action, record, rank.rank)
-                for (phase, direction), most in allowed.items():
-                    found = crossings(record.copies, phase, direction)
-                    mismatches += _too_many(f"{where} {phase} {direction}", found, most)
+                mismatches += _too_many(where, record.copies, allowed)
             if isinstance(record, ExportRecord):
-                mismatches += _export_copies(where, record.copies, ALLOWED_IN_EXPORT)
+                mismatches += _too_many(where, record.copies, ALLOWED_IN_EXPORT)
     return exactly(mismatches)
 
 
@@ -128,22 +124,18 @@ def _allowed(
     )
 
 
-def _export_copies(
-    where: str, copies: tuple[Copy, ...], allowed: Mapping[str, Allowed]
+def _too_many(
+    where: str, copies: tuple[Copy, ...], allowed: Mapping[tuple[str, str], Allowed]
 ) -> Iterator[Mismatch]:
-    for direction, most in allowed.items():
-        found = crossings(copies, "export", direction)
-        yield from _too_many(f"{where} {direction}", found, most)
-
-
-def _too_many(where: str, copies: tuple[Copy, ...], most: Allowed) -> Iterator[Mismatch]:
-    num_bytes = sum(copy.num_bytes for copy in copies)
-    if len(copies) > most.count or num_bytes > most.num_bytes:
-        yield Mismatch(
-            where=f"{where} copies",
-            got=f"{len(copies)} of {num_bytes} bytes",
-            wanted=f"at most {most.count} of {most.num_bytes} bytes",
-        )
+    for (phase, direction), most in allowed.items():
+        found = crossings(copies, phase, direction)
+        num_bytes = sum(copy.num_bytes for copy in found)
+        if len(found) > most.count or num_bytes > most.num_bytes:
+            yield Mismatch(
+                where=f"{where} {phase} {direction} copies",
+                got=f"{len(found)} of {num_bytes} bytes",
+                wanted=f"at most {most.count} of {most.num_bytes} bytes",
+            )
 
 
 def order_is_kept(case: Case, run: Run) -> Verdict:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from properties.covering import OPTIONAL_KINDS, Axes
 
+_FEW_RANKS = ("line2", "line3", "row", "column")
+"""Meshes of two and three ranks."""
+
+_LANGUAGE = ("llama", "qwen2", "mixtral")
+
 
 def many_ranks(row: Axes) -> bool:
     """Worlds of two ranks and more."""
@@ -12,8 +17,7 @@ def many_ranks(row: Axes) -> bool:
 
 def is_small(row: Axes) -> bool:
     """Worlds of two and three ranks, and no language model: what is quick to run."""
-    language = row.kind in ("llama", "qwen2", "mixtral")
-    return row.mesh in ("line2", "line3", "row", "column") and not language
+    return row.mesh in _FEW_RANKS and row.kind not in _LANGUAGE
 
 
 def replicated(row: Axes) -> bool:
@@ -28,7 +32,7 @@ def deferring(row: Axes) -> bool:
 
 def can_be_exact(row: Axes) -> bool:
     """Language models and adapters have no exact cases."""
-    return row.adapter == "plain" and row.kind not in ("llama", "qwen2", "mixtral")
+    return row.adapter == "plain" and row.kind not in _LANGUAGE
 
 
 def exactly_deferring(row: Axes) -> bool:
@@ -71,8 +75,7 @@ def saved_on_many_ranks(row: Axes) -> bool:
 
 def saved_on_few_ranks(row: Axes) -> bool:
     """Of these the worlds of two and three ranks."""
-    few = row.mesh in ("line2", "line3", "row", "column")
-    return few and row.adapter == "plain" and saved_on_many_ranks(row)
+    return row.mesh in _FEW_RANKS and row.adapter == "plain" and saved_on_many_ranks(row)
 
 
 def two_ranks(row: Axes) -> bool:

@@ -12,7 +12,7 @@ from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
-from oracles.device_memory import at_rest, parameter_bytes
+from oracles.device_memory import at_rest, behind_backward
 from oracles.memory import predict_held
 from tests.bench.table import Line
 from tests.bench.work import Effort
@@ -50,9 +50,7 @@ def _lines(name: str, case: Case, observation: Observation) -> Iterator[Line]:
     record = rank.records[0]
     assert isinstance(record, TrainRecord)
     held = predict_held(case, numerics, (True, True), deferred=case.engine.deferred)
-    waiting = resting + held[1].gradient_bytes + held[1].parameter_bytes
-    if not case.engine.deferred:
-        waiting += parameter_bytes(case, numerics)
+    waiting = resting + behind_backward(case, numerics, held[1], last=False)
     yield _line(f"{name}: between micro-batches", record.residency[1].device_bytes, waiting)
     peak = max(sample.device_peak for sample in record.residency)
     yield Line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,23 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.actions import Export
-from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.protocol import Losses, StepResult, TokenLoss
 from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.normalise import GlobalCounts
 from fsdp_engine.workload.batches import LocalBatch, MicroBatch
-from tests.faults.planting import Planted, plant
+from tests.faults.planting import Planted
 
 Named = Iterator[tuple[str, Tensor]]
-
-
-class _Faulty(Planted):
-    """The reference with another engine class."""
-
-    engine: type[FsdpEngine]
-
-    def plant_faults(self, case: Case) -> None:  # noqa: ARG002
-        plant(adapter, "FsdpEngine", self.engine)
 
 
 # ------------------------------------------------------------------ memory
@@ -41,10 +32,10 @@ class _Unsharded(FsdpEngine):
             self.module.set_reshard_after_backward(False)
 
 
-class NotFreedAfterBackward(_Faulty):
+class NotFreedAfterBackward(Planted):
     """FSDP2 is told to keep parameters in full after a backward."""
 
-    engine = _Unsharded
+    exchanged = ((adapter, "FsdpEngine", _Unsharded),)
 
 
 class _Keeping(FsdpEngine):
@@ -73,10 +64,10 @@ class _KeepsOutputs(_Keeping):
         return output
 
 
-class OutputsKept(_Faulty):
+class OutputsKept(Planted):
     """The module's outputs of all micro-batches stay alive."""
 
-    engine = _KeepsOutputs
+    exchanged = ((adapter, "FsdpEngine", _KeepsOutputs),)
 
 
 class _KeepsLosses(_Keeping):
@@ -85,10 +76,10 @@ class _KeepsLosses(_Keeping):
         return losses.sum() + losses.new_zeros(64)  # as metrics per token would be
 
 
-class MetricsKeepGraphs(_Faulty):
+class MetricsKeepGraphs(Planted):
     """Metrics are tensors with their graph, for every micro-batch."""
 
-    engine = _KeepsLosses
+    exchanged = ((adapter, "FsdpEngine", _KeepsLosses),)
 
 
 class _KeepsInputs(_Keeping):
@@ -97,43 +88,35 @@ class _KeepsInputs(_Keeping):
         return micro_batch
 
 
-class InputsKept(_Faulty):
+class InputsKept(Planted):
     """Micro-batches stay on the device behind their use."""
 
-    engine = _KeepsInputs
+    exchanged = ((adapter, "FsdpEngine", _KeepsInputs),)
 
 
 class _ZeroesInPlace(FsdpEngine):
     def zero_grad(self) -> None:
-        if getattr(self, "_begun", False):
-            kept = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
-            super().zero_grad()
-            self._zeros = [grad.detach().zero_() for _, grad in kept]
-        else:
-            super().zero_grad()
-        self._begun = True
+        kept = [p.grad for p in self.module.parameters() if p.grad is not None]
+        super().zero_grad()
+        self._zeros = [grad.detach().zero_() for grad in kept]
 
 
-class GradientBuffersKept(_Faulty):
+class GradientBuffersKept(Planted):
     """Cleared gradients keep their memory."""
 
-    engine = _ZeroesInPlace
+    exchanged = ((adapter, "FsdpEngine", _ZeroesInPlace),)
 
 
-class _KeepsExport(FsdpEngine):
-    def export(self, action: Export) -> Named:
-        self._exported = list(super().export(action))
-        yield from self._exported
-
+class _KeepsWeights(FsdpEngine):
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
         self._copies = [p.detach().clone() for p in self.module.parameters()]
         return super().forward_backward(batch, loss)
 
 
-class WeightsKeptTwice(_Faulty):
+class WeightsKeptTwice(Planted):
     """Copies of all weights, made for an export to come, stay."""
 
-    engine = _KeepsExport
+    exchanged = ((adapter, "FsdpEngine", _KeepsWeights),)
 
 
 class _MasterCopy(FsdpEngine):
@@ -142,10 +125,10 @@ class _MasterCopy(FsdpEngine):
         self._master = [part.data.double() for part in self.parameters() if part.data is not None]
 
 
-class MasterWeightsOnDevice(_Faulty):
+class MasterWeightsOnDevice(Planted):
     """A copy of the shards in high precision is on the device from the start."""
 
-    engine = _MasterCopy
+    exchanged = ((adapter, "FsdpEngine", _MasterCopy),)
 
 
 # ------------------------------------------------------------------ copies
@@ -163,10 +146,10 @@ class _ReadsEveryLoss(FsdpEngine):
         return super()._share(batch, indices, logging, counts)
 
 
-class LossReadPerToken(_Faulty):
+class LossReadPerToken(Planted):
     """Every token's loss is read by the host, one wait each."""
 
-    engine = _ReadsEveryLoss
+    exchanged = ((adapter, "FsdpEngine", _ReadsEveryLoss),)
 
 
 class _ReadsNorms(FsdpEngine):
@@ -174,14 +157,13 @@ class _ReadsNorms(FsdpEngine):
         for part in self.gradients():
             if part.data is not None:
                 part.data.norm().item()
-        self._told = [p.sum().item() for p in self.module.parameters() for _ in range(4)]
         return super().step()
 
 
-class NormReadPerParameter(_Faulty):
+class NormReadPerParameter(Planted):
     """The host waits for a norm of every parameter in a step."""
 
-    engine = _ReadsNorms
+    exchanged = ((adapter, "FsdpEngine", _ReadsNorms),)
 
 
 class _ChecksForward(FsdpEngine):
@@ -197,10 +179,10 @@ class _ChecksForward(FsdpEngine):
                 module.register_forward_hook(check)
 
 
-class CheckedInForward(_Faulty):
+class CheckedInForward(Planted):
     """A check for NaN in the forward of every layer, which waits for the device."""
 
-    engine = _ChecksForward
+    exchanged = ((adapter, "FsdpEngine", _ChecksForward),)
 
 
 class _VisitsHost(FsdpEngine):
@@ -211,10 +193,10 @@ class _VisitsHost(FsdpEngine):
         return super().forward_backward(batch, loss)
 
 
-class ParametersVisitHost(_Faulty):
+class ParametersVisitHost(Planted):
     """Parameters are loaded and offloaded around a batch though nothing is offloaded."""
 
-    engine = _VisitsHost
+    exchanged = ((adapter, "FsdpEngine", _VisitsHost),)
 
 
 class _ExportsThroughHost(FsdpEngine):
@@ -223,10 +205,10 @@ class _ExportsThroughHost(FsdpEngine):
             yield name, tensor.cpu().to(tensor.device)
 
 
-class ExportedThroughHost(_Faulty):
+class ExportedThroughHost(Planted):
     """Every exported tensor goes to the host and back."""
 
-    engine = _ExportsThroughHost
+    exchanged = ((adapter, "FsdpEngine", _ExportsThroughHost),)
 
 
 class _StagesModel(FsdpEngine):
@@ -238,10 +220,10 @@ class _StagesModel(FsdpEngine):
         yield from super().export(action)
 
 
-class StagedWithoutNeed(_Faulty):
+class StagedWithoutNeed(Planted):
     """An export stages the whole model though it is on the device already."""
 
-    engine = _StagesModel
+    exchanged = ((adapter, "FsdpEngine", _StagesModel),)
 
 
 class _ExportsOnHost(FsdpEngine):
@@ -252,23 +234,23 @@ class _ExportsOnHost(FsdpEngine):
             yield name, tensor.cpu() if small else tensor
 
 
-class SmallTensorsLeftOnHost(_Faulty):
+class SmallTensorsLeftOnHost(Planted):
     """Vectors and buffers are exported on the host."""
 
-    engine = _ExportsOnHost
+    exchanged = ((adapter, "FsdpEngine", _ExportsOnHost),)
 
 
 # ------------------------------------------------------------------ order
 
 
 @contextmanager
-def _on_another_stream(*, waits: bool) -> Iterator[Any]:
+def _on_another_stream(*, waits: bool) -> Iterator[None]:
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
     stream = module.Stream()
     if waits:
         stream.wait_stream(module.current_stream())
     with module.stream(stream):
-        yield stream
+        yield
 
 
 class _StepsAside(FsdpEngine):
@@ -277,32 +259,24 @@ class _StepsAside(FsdpEngine):
             return super().step()
 
 
-class StepDoesNotWait(_Faulty):
+class StepDoesNotWait(Planted):
     """The optimizer works on a stream of its own, and the next forward does not wait for it."""
 
-    engine = _StepsAside
+    exchanged = ((adapter, "FsdpEngine", _StepsAside),)
 
 
 class _ReadsLossEarly(FsdpEngine):
-    def _share(
-        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
-    ) -> Tensor:
-        share = super()._share(batch, indices, loss, counts)
-        self._early = share.detach().to("cpu", non_blocking=True)
-        return share
-
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
-        self._read: list[Tensor] = []
         losses = super().forward_backward(batch, loss)
         last = torch.full((), losses.total, device=self._device)
         early = last.to("cpu", non_blocking=True)
         return Losses(total=float(early.double()), plan=losses.plan, notes=losses.notes)
 
 
-class LossReadBeforeItArrived(_Faulty):
+class LossReadBeforeItArrived(Planted):
     """The loss is copied without blocking and read at once."""
 
-    engine = _ReadsLossEarly
+    exchanged = ((adapter, "FsdpEngine", _ReadsLossEarly),)
 
 
 class _CopiesInputsAside(FsdpEngine):
@@ -313,25 +287,19 @@ class _CopiesInputsAside(FsdpEngine):
             def __init__(self) -> None: ...
 
             def select(self, chosen: Any) -> MicroBatch:
-                micro_batch = batch.select(chosen)
+                moved = batch.select(chosen).to(device)
                 with _on_another_stream(waits=True):
-                    moved = micro_batch.to(device)
                     mask = moved.loss_mask.clone()
-                return MicroBatch(
-                    inputs=moved.inputs,
-                    targets=moved.targets * 1,
-                    loss_mask=mask,
-                    indices=moved.indices,
-                )
+                return replace(moved, loss_mask=mask)
 
         device = self._device
         return super()._share(_Aside(), indices, loss, counts)
 
 
-class InputsDoNotWait(_Faulty):
+class InputsDoNotWait(Planted):
     """Masks are made on a stream for copies that nothing waits for."""
 
-    engine = _CopiesInputsAside
+    exchanged = ((adapter, "FsdpEngine", _CopiesInputsAside),)
 
 
 class _ExportsAside(FsdpEngine):
@@ -342,10 +310,10 @@ class _ExportsAside(FsdpEngine):
             yield name, copied
 
 
-class ExportDoesNotWait(_Faulty):
+class ExportDoesNotWait(Planted):
     """Exported tensors are copied on a stream of their own, and given away before."""
 
-    engine = _ExportsAside
+    exchanged = ((adapter, "FsdpEngine", _ExportsAside),)
 
 
 class _ReusesPinned(FsdpEngine):
@@ -360,10 +328,10 @@ class _ReusesPinned(FsdpEngine):
         return super().forward_backward(batch, loss)
 
 
-class StagingBufferReused(_Faulty):
+class StagingBufferReused(Planted):
     """A pinned buffer is written again while a copy from it is under way."""
 
-    engine = _ReusesPinned
+    exchanged = ((adapter, "FsdpEngine", _ReusesPinned),)
 
 
 class _ClipsAside(FsdpEngine):
@@ -375,10 +343,10 @@ class _ClipsAside(FsdpEngine):
         return super().step()
 
 
-class GradientsScaledAside(_Faulty):
+class GradientsScaledAside(Planted):
     """Gradients are scaled in place on a stream that does not wait for them."""
 
-    engine = _ClipsAside
+    exchanged = ((adapter, "FsdpEngine", _ClipsAside),)
 
 
 class _FreesInUse(FsdpEngine):
@@ -392,7 +360,7 @@ class _FreesInUse(FsdpEngine):
         return losses
 
 
-class FreedWhileInUse(_Faulty):
+class FreedWhileInUse(Planted):
     """A buffer of the default stream is freed while another stream reads it."""
 
-    engine = _FreesInUse
+    exchanged = ((adapter, "FsdpEngine", _FreesInUse),)
