@@ -21,6 +21,9 @@ SYNC = "use_no_sync_for_gradient_accumulation"
 WRAPPED = "wrap_policy.transformer_layer_cls_to_wrap"
 UNKNOWN = "no_such_field"
 
+SHOWS_ON_DEVICE = ("param_offload", "optimizer_offload", "offload_policy")
+"""Fields that say where something is: where the host is the device they change nothing."""
+
 _STEPS: tuple[Action, ...] = (Train(step=True), Train(step=True), Train(step=True))
 
 
@@ -176,6 +179,10 @@ _PROBES: tuple[tuple[str, Overrides, Case], ...] = (
     ("micro_batch_size_per_gpu", (("micro_batch_size_per_gpu", 2),), _FSDP2),
     ("loss_agg_mode", (("loss_agg_mode", "token-sum"),), _FSDP2),
     ("forward_only", (("forward_only", True),), _FSDP2),
+    ("param_offload", (("param_offload", True),), _FSDP2),
+    ("param_offload", (("param_offload", True),), _FSDP1),
+    ("optimizer_offload", (("optimizer_offload", True),), _ADAMW),
+    ("offload_policy", (("offload_policy", True),), _FSDP2),
     ("optimizer", (("optimizer", "SGD"),), _ADAMW),
     ("lr", (("lr", 0.25),), _STEPPED),
     ("weight_decay", (("weight_decay", 0.5),), _STEPPED),
@@ -223,6 +230,11 @@ _ILLEGAL: tuple[tuple[str, Overrides, Case], ...] = (
     ("force_group_size", (*_PLANNED, ("force_group_size", 0)), _FSDP2),
     ("force_group_size", (("force_group_size", 2),), _FSDP2),
     ("loss_agg_mode", (("loss_agg_mode", "mean"),), _FSDP2),
+    ("param_offload", (("param_offload", 1),), _FSDP2),
+    ("param_offload", (("param_offload", True), ("offload_policy", True)), _FSDP2),
+    ("optimizer_offload", (("optimizer_offload", True), ("forward_only", True)), _FSDP2),
+    ("optimizer_offload", (("optimizer_offload", True), ("offload_policy", True)), _FSDP2),
+    ("offload_policy", (("offload_policy", True),), _FSDP1),
     ("optimizer", (("optimizer", "NoSuchOptimizer"),), _FSDP2),
     ("lr", (("lr", -1.0),), _FSDP2),
     ("lr", (("lr", ".nan"),), _FSDP2),

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 
+from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation
 from fsdp_engine.workload.models import build_model
 from oracles.memory import Held
+from oracles.placement import Places
 from oracles.sharding import (
     ITEM_SIZE,
     ParameterLayout,
@@ -32,14 +34,17 @@ def is_predicted(case: Case, numerics: Numerics) -> bool:
     """Whether the functions below speak of the case."""
     model = case.model
     plain = model.optional == "none" and model.frozen == "none" and not model.lora_rank
-    acts = all(action.kind in ("train", "infer", "export") for action in case.program)
-    return bool(numerics.semantics) and plain and acts
+    kinds = ("train", "infer", "export", "eval", "move")
+    acts = all(action.kind in kinds for action in case.program)
+    held = any(isinstance(a, Export) and a.drain == "hold" for a in case.program)
+    return bool(numerics.semantics) and plain and acts and not held
 
 
-def at_rest(case: Case, numerics: Numerics) -> int:
-    """Parameters and buffers of a rank, as they are after the build."""
+def model_bytes(case: Case, numerics: Numerics, places: Places) -> int:
+    """Parameters and buffers of a rank that are on the device, without gradients."""
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in build_model(case).buffers())
-    return parameter_bytes(case, numerics) + buffers
+    own = 0 if places.model else parameter_bytes(case, numerics)
+    return own + (0 if places.buffers else buffers)
 
 
 def parameter_bytes(case: Case, numerics: Numerics) -> int:
@@ -48,13 +53,18 @@ def parameter_bytes(case: Case, numerics: Numerics) -> int:
     return elements // case.mesh.shards * ITEM_SIZE[numerics.storage]
 
 
+def gradient_bytes(case: Case, numerics: Numerics) -> int:
+    """A rank's reduced gradients on the device, where a backward leaves them."""
+    return 0 if case.engine.offload_policy else parameter_bytes(case, numerics)
+
+
 def behind_backward(case: Case, numerics: Numerics, held: Held, *, last: bool) -> int:
     """What gradients and gathered parameters take after a backward, beside what rests.
 
     `held` is what the wrapper keeps then; `last`: the micro-batch is the batch's last one.
     """
     synced = last or not case.engine.deferred
-    reduced = parameter_bytes(case, numerics) if synced else 0
+    reduced = gradient_bytes(case, numerics) if synced else 0
     return held.gradient_bytes + held.parameter_bytes + reduced
 
 

@@ -56,6 +56,8 @@ PROPERTIES: dict[str, str] = {
     "export-changes-nothing": "properties.checks.export:changes_nothing",
     "two-phase-sync-equals-merged": "properties.checks.lora:two_phase_equals_merged",
     "adapter-switch-matches-oracle": "properties.checks.lora:switch_matches_oracle",
+    "tensors-rest-where-asked": "properties.checks.offload:rests_where_asked",
+    "offload-changes-nothing": "properties.checks.offload:offload_changes_nothing",
     "device-memory-matches-oracle": "properties.checks.device:memory_matches",
     "device-copies-are-needed": "properties.checks.device:copies_are_needed",
     "device-order-is-kept": "properties.checks.device:order_is_kept",

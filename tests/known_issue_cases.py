@@ -109,6 +109,12 @@ SHOWN = (
         )
         for strategy in get_args(Strategy)
     ),
+    Shown(
+        id="fsdp1-zeroes-gradients-without-order",
+        case=_case("fsdp1", Train(), model=Model(family="mlp", lora_rank=1)),
+        found_by="device-order-is-kept",
+        device="sim",
+    ),
     Shown(id="fsdp1-one-shard-never-averages", case=_case("fsdp1", mesh=(2, 1))),
     Shown(
         id="fsdp1-one-shard-never-averages",

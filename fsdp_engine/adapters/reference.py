@@ -154,6 +154,9 @@ def _engine_fields(case: Case) -> RawConfig:
         "strategy": _STRATEGIES[options.strategy],
         "reshard_after_forward": options.reshard_after_forward,
         SYNC_FIELD: options.deferred,
+        "param_offload": options.param_offload,
+        "optimizer_offload": options.optimizer_offload,
+        "offload_policy": options.offload_policy,
         "model_dtype": _DTYPES[dtypes.storage],
         "loss_agg_mode": options.loss_mode,
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -24,7 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.plain_loop import NO_ADAPTER_CONTROL, PlainTrainee, ranks_run_the_same
-from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Action, Export, Infer
+from fsdp_engine.contract.actions import (
+    ACTIONS,
+    CHECKPOINT_ACTIONS,
+    OFFLOAD_ACTIONS,
+    Action,
+    Export,
+    Infer,
+)
 from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
@@ -119,6 +127,8 @@ class TorchFsdp2:
             "reshard_after_forward": case.engine.reshard_after_forward,
             "mp_policy": _fsdp2_policy(case.dtypes),
         }
+        if case.engine.offload_policy:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=rank.device != "cpu")
         for name in unit_names(case):
             fully_shard(model.get_submodule(name), **options)
         # None: the root's backward follows its forward at once, so torch keeps it gathered.
@@ -183,7 +193,7 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
         name=name,
         versions={"torch": torch.__version__},
         strategies=(strategy,),
-        actions=tuple(kind for kind in ACTIONS if kind not in CHECKPOINT_ACTIONS),
+        actions=tuple(kind for kind in ACTIONS if kind not in CHECKPOINT_ACTIONS + OFFLOAD_ACTIONS),
     )
 
 
@@ -193,6 +203,8 @@ def _refusal(strategy: str, case: Case) -> str | None:
         return f"this engine is {strategy}, the case asks for {engine.strategy}"
     if engine.config_source != "dataclass" or engine.overrides:
         return "plain torch has no configuration file, legacy object or fields to override"
+    if engine.param_offload or engine.optimizer_offload:
+        return "plain torch moves nothing between batches"
     if any(map(_is_about_adapter, case.program)):
         return NO_ADAPTER_CONTROL
     if case.model.optional == "unit" and not ranks_run_the_same(case):

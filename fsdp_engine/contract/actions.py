@@ -128,6 +128,19 @@ class Unfreeze:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Model or optimizer go to the host or to the device, and rest there from now on."""
+
+    kind: Literal["move"] = "move"
+    to: Literal["host", "device"] = "host"
+    model: bool = True
+    optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.model or self.optimizer, "move.model", self.model, "true, or move.optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
     """The parameters of the start are written back in place; the optimizer stays as it is."""
 
@@ -192,6 +205,7 @@ Action: TypeAlias = (
     | Eval
     | Freeze
     | Unfreeze
+    | Move
     | Restore
     | Save
     | Load
@@ -207,6 +221,7 @@ ACTIONS = (
     "eval",
     "freeze",
     "unfreeze",
+    "move",
     "restore",
     "save",
     "load",
@@ -216,6 +231,9 @@ ACTIONS = (
 
 CHECKPOINT_ACTIONS = ("save", "load", "reject")
 """The kinds of those that need a trainee with checkpoints."""
+
+OFFLOAD_ACTIONS = ("move",)
+"""Those of a trainee that says where its parts are."""
 
 BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)
 """The actions that run over a batch."""

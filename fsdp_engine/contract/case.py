@@ -17,6 +17,7 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Load,
+    Move,
     Poison,
     Reject,
     Resume,
@@ -108,6 +109,9 @@ class EngineOptions:
     that switches deferral, which means deferred. `overrides` are raw configuration fields set last
     (dotted names for nested ones), for the checks on the configuration itself; the strings `.nan`,
     `.inf` and `-.inf` stand for the numbers, as in YAML, for JSON has none of them.
+
+    `param_offload` and `optimizer_offload`: parameters, and the optimizer's state, rest on the host
+    where the device is another; `offload_policy` is FSDP2's own way to keep both there.
     """
 
     strategy: Strategy = "fsdp2"
@@ -116,11 +120,18 @@ class EngineOptions:
     config_source: ConfigSource = "dataclass"
     planning: Planning = field(default_factory=Static)
     loss_mode: LossMode = "token-mean"
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_policy: bool = False
     overrides: tuple[tuple[str, Scalar], ...] = ()
 
     def __post_init__(self) -> None:
         if self.config_source == "legacy":
             require(self.deferred, "engine.deferred", self.deferred, "legacy means deferred")
+        if self.offload_policy:
+            require(self.strategy == "fsdp2", "engine.offload_policy", "on", "under fsdp2 only")
+            by_flags = self.param_offload or self.optimizer_offload
+            require(not by_flags, "engine.offload_policy", "on", "without the other two")
         names = [name for name, _ in self.overrides]
         require(len(set(names)) == len(names), "engine.overrides", names, "each field once")
         require(len(names) <= 16, "engine.overrides", len(names), "at most 16")
@@ -200,6 +211,8 @@ class Case:
         self._require_one_frozen_part()
         self._require_saved_before()
         self._require_held()
+        if self.engine.offload_policy:
+            self._require_fixed()
         if self.exact:
             require(not self.model.is_language, "case.exact", self.exact, "torch families only")
             require(not self.model.lora_rank, "case.exact", self.exact, "without an adapter only")
@@ -228,6 +241,19 @@ class Case:
             if isinstance(action, Resume):
                 require(held, "resume", action, "an export that is held comes before")
                 held = False
+            if isinstance(action, Move):
+                require(not held, "move", action, "while no export is held")
+
+    def _require_fixed(self) -> None:
+        """FSDP2's own policy has the last word on where things are."""
+        for action in self.program:
+            if isinstance(action, Export):
+                legal = action.staging != "force"
+                require(legal, "export.staging", action.staging, "auto or skip, offload_policy")
+            if isinstance(action, Load):
+                legal = action.strategy != "fsdp1"
+                require(legal, "load.strategy", action.strategy, "fsdp2, offload_policy")
+            require(not isinstance(action, Move), "move", action, "not with offload_policy")
 
     def _require_one_frozen_part(self) -> None:
         """What is frozen changes one part at a time, so that something always trains."""

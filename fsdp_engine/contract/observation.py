@@ -7,7 +7,9 @@ from typing import Literal, TypeAlias
 
 from fsdp_engine.contract.case import Dtype
 
-Phase: TypeAlias = Literal["build", "plan", "forward", "backward", "step", "export", "other"]
+Phase: TypeAlias = Literal[
+    "build", "enter", "plan", "forward", "backward", "step", "leave", "export", "move", "other"
+]
 Operation: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "other"]
 Axis: TypeAlias = Literal["shard", "replicate", "world", "self", "other"]
 
@@ -96,7 +98,8 @@ class Copy:
     """One copy to, from or on a device, as one rank made it.
 
     `implicit`: a single element was read, as `.item()` and comparisons do. `blocking` is what was
-    asked for. `micro_batch` as of `Collective`.
+    asked for. `micro_batch` as of `Collective`. `enter` and `leave` are the phases of a training
+    action's mode, before its plan and behind its step.
     """
 
     direction: Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -126,6 +129,21 @@ class Residency:
     retained_parameter_bytes: int
     device_bytes: int = 0
     device_peak: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resting:
+    """Where a rank's tensors are behind an action: torch's device types, each once, in order.
+
+    `optimizer` is its state without the step counters; empty where there is none. `device_bytes`
+    are held on the device then.
+    """
+
+    parameters: tuple[str, ...]
+    gradients: tuple[str, ...]
+    buffers: tuple[str, ...]
+    optimizer: tuple[str, ...]
+    device_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +225,8 @@ class StateRecord:
 
     `raised` is the class name of what came out of an interrupted batch or a checkpoint that is to
     be refused, empty where nothing did; `injected` whether the exception that was put in is it or
-    its cause. `random` is a digest of torch's random state, at a save and behind a resume.
+    its cause. `copies` are those of a move. `random` is a digest of torch's random state, at a
+    save and behind a resume.
     """
 
     kind: Literal["state"] = "state"
@@ -218,6 +237,7 @@ class StateRecord:
     parameters: tuple[LocalArray, ...]
     optimizer_state: OptimizerState
     collectives: tuple[Collective, ...]
+    copies: tuple[Copy, ...] = ()
     random: str = ""
 
 
@@ -279,6 +299,8 @@ class RankObservation:
 
     `initial` are the parameters before the first action, `training` is the root's mode then and
     `built_bytes` what the device holds. `races` say what was used out of order under a schedule.
+    `resting` is where everything is after the build and behind each action, on a device that is
+    apart from the host.
     """
 
     rank: int
@@ -289,6 +311,7 @@ class RankObservation:
     device: str = "cpu"
     built_bytes: int = 0
     races: tuple[str, ...] = ()
+    resting: tuple[Resting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,6 +191,17 @@ class Checkpointing(Protocol):
         """
 
 
+@runtime_checkable
+class Offloading(Protocol):
+    """What a trainee has as well when its engine offers the actions `OFFLOAD_ACTIONS`."""
+
+    def to(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
+        """Move these to the host, `cpu`, or to the rank's device, where they rest from then on.
+
+        Whatever uses them brings them to the device meanwhile. `grad` is as `model`.
+        """
+
+
 class Engine(Protocol):
     """The system under test."""
 

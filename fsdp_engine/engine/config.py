@@ -90,6 +90,10 @@ class EngineConfig:
     `micro_batch_size_per_gpu` counts sequences and plans static micro-batches,
     `max_token_len_per_gpu` counts tokens without padding and plans dynamic ones. Every
     `force_group_size` consecutive sequences of a rank's batch share a micro-batch.
+    `param_offload`: between batches parameters, their gradients and buffers rest on the host;
+    `optimizer_offload`: so does the optimizer's state between steps. `offload_policy`: FSDP2 keeps
+    all of them but the buffers on the host and steps there. Where the host is the device these
+    change nothing.
     """
 
     strategy: ShardingLibrary = "fsdp"
@@ -107,6 +111,9 @@ class EngineConfig:
     force_group_size: int = 1
     loss_agg_mode: LossMode = "token-mean"
     forward_only: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_policy: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("strategy", self.strategy, literal_values(ShardingLibrary))
@@ -119,6 +126,9 @@ class EngineConfig:
             "forward_prefetch",
             "use_dynamic_bsz",
             "forward_only",
+            "param_offload",
+            "optimizer_offload",
+            "offload_policy",
         ):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")
@@ -171,6 +181,26 @@ class EngineConfig:
             self.use_no_sync_for_gradient_accumulation,
             "False with forward_only, which has no gradients",
         )
+        _require(
+            not (self.forward_only and self.optimizer_offload),
+            "optimizer_offload",
+            self.optimizer_offload,
+            "False with forward_only, which has no optimizer",
+        )
+        _require(
+            not (self.offload_policy and self.strategy == "fsdp"),
+            "offload_policy",
+            self.offload_policy,
+            "False under fsdp; param_offload and optimizer_offload are for both strategies",
+        )
+        for name in ("param_offload", "optimizer_offload"):
+            value = getattr(self, name)
+            _require(
+                not (value and self.offload_policy),
+                name,
+                value,
+                "False with offload_policy, which keeps everything on the host",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_engine.contract.actions import Export
-from fsdp_engine.contract.errors import EngineStateError
+from fsdp_engine.contract.errors import ConfigError, EngineStateError
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
 from fsdp_engine.engine import checkpoint
 from fsdp_engine.engine.config import DTYPES, EngineConfig, OptimizerConfig
@@ -23,6 +23,7 @@ from fsdp_engine.engine.gradient_sync import GradientSync
 from fsdp_engine.engine.mesh import make_mesh, mesh_shape, require_mesh
 from fsdp_engine.engine.micro_batches import plan_batch
 from fsdp_engine.engine.normalise import GlobalCounts, count, normalise
+from fsdp_engine.engine.residency import Residency
 from fsdp_engine.engine.schedule import lr_factor
 from fsdp_engine.engine.sharding import replicates
 from fsdp_engine.engine.step import STATE_SLOTS, clip, global_norm, local_gradients, make_optimizer
@@ -78,12 +79,12 @@ class FsdpEngine:
         plan = WeightPlan.of(model, units)
         self._usage = Usage(units)
         self._unsettled = False
+        self._is_used = False
         self._absent: frozenset[str] = frozenset()
         self._counts: GlobalCounts | None = None
         self._total = 0.0
         self._mesh = make_mesh(shape, world_size=world_size, device_type=device.type)
         self.module = wrap(units, config, self._mesh, device)
-        self.weights = Weights(plan, self.module, self._mesh, device)
         self._sync = GradientSync(
             self.module,
             deferred=config.use_no_sync_for_gradient_accumulation,
@@ -94,27 +95,63 @@ class FsdpEngine:
             if config.forward_only or optimizer is None
             else _Optimization(self.module, optimizer, num_shards=shape[-1], device=device)
         )
+        own = self._optimization
+        self._residency = Residency(
+            self.module, None if own is None else own.saved().optimizer, config, device
+        )
+        self.weights = Weights(plan, self.module, self._mesh, device, self._staged)
 
     @contextmanager
     def mode(self, which: Literal["train", "eval"]) -> Iterator[None]:
-        """Train or evaluate inside; modes come back. An exception leaves no gradient behind."""
+        """Train or evaluate inside; modes come back. An exception leaves no gradient behind.
+
+        The model is on the device inside, for all calls there. Where it then goes to the host,
+        gradients that a step has used are dropped: nobody needs their copies.
+        """
         if which == "train":
             self._optimizer("train")
         before = [(module, module.training) for module in self.module.modules()]
-        self.module.train(which == "train")
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            for module, training in before:
-                module.training = training
+        with self._residency.using("model"):
+            self.module.train(which == "train")
+            try:
+                yield
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                for module, training in before:
+                    module.training = training
+                if self._is_used and self._residency.leaves_with_last_user("model"):
+                    self.zero_grad()
+
+    def to(
+        self,
+        device: torch.device | str,
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """Move these to the host or to the engine's device, where they rest from now on.
+
+        A mode, a call outside of one and a staged export still have on the device what they need,
+        and bring it back to where it rests. Gradients are where their parameters are.
+
+        Raises:
+            ConfigError: another device, `grad` not as `model`, or with `offload_policy`.
+            EngineStateError: inside a mode, or while a staged export is held.
+        """
+        if grad != model:
+            raise ConfigError(
+                f"to: grad={grad} with model={model} is not legal; gradients are where their "
+                "parameters are"
+            )
+        self._residency.rest(device, model=model, optimizer=optimizer)
 
     def zero_grad(self) -> None:
         clear_gradients(self.module)
         self._usage.clear()
-        self._unsettled = False
+        self._unsettled = self._is_used = False
         self._absent = frozenset()
 
     def forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
@@ -125,6 +162,10 @@ class FsdpEngine:
         """
         self._optimizer("forward_backward")
         self.weights.require_unmerged("forward_backward")
+        with self._residency.using("model"):
+            return self._forward_backward(batch, loss)
+
+    def _forward_backward(self, batch: LocalBatch, loss: TokenLoss) -> Losses:
         self.zero_grad()
         try:
             plan, notes = plan_batch(batch.lengths, self._config, self._device)
@@ -192,12 +233,14 @@ class FsdpEngine:
         """Clip and step, or, where any rank has a non-finite gradient, drop all gradients."""
         optimization = self._optimizer("step")
         self.weights.require_unmerged("step")
-        self._settle()
-        result = optimization.step()
-        if result.stepped:
-            self.weights.written()
-        else:
-            self.zero_grad()
+        with self._residency.using("model", "optimizer"):
+            self._settle()
+            result = optimization.step()
+            self._is_used = result.stepped
+            if result.stepped:
+                self.weights.written()
+            else:
+                self.zero_grad()
         return result
 
     def lr_step(self) -> float:
@@ -207,24 +250,39 @@ class FsdpEngine:
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
         """Per-token losses `[sequences, longest]` of the whole batch, in one forward."""
         micro_batch = batch.select(range(len(batch))).to(self._device)
-        try:
-            output = self.module(**self._module_arguments(micro_batch.inputs))
-            return loss(output, micro_batch)
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            reshard(self.module)
+        with self._residency.using("model"):
+            try:
+                output = self.module(**self._module_arguments(micro_batch.inputs))
+                return loss(output, micro_batch)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                reshard(self.module)
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:
         """Full weights by name, one at a time, in the storage dtype, on the engine's device.
 
         They are the weights at the call: once they are written to, by a step for example, the
-        generator raises `EngineStateError` instead of going on with newer ones. Parameters never
-        leave the engine's device, so there is nothing to load before and to offload after, and
-        every `staging` yields the same. Raises `ConfigError` where there is no such export.
+        generator raises `EngineStateError` instead of going on with newer ones.
+
+        Where the model rests on the host, a staged export has all of it on the device while it is
+        drained; otherwise each tensor's parts are copied when it is their turn. Every `staging`
+        yields the same. `auto` stages under FSDP1 and with an adapter, and never with
+        `offload_policy`. Raises `ConfigError` where there is no such export.
         """
         return self.weights.export(action)
+
+    def _staged(self, asked: Literal["auto", "force", "skip"]) -> AbstractContextManager[None]:
+        """What holds the model on the device while an export is drained, if anything."""
+        if asked == "force" and self._config.offload_policy:
+            raise ConfigError(
+                "export.staging: 'force' is not legal with offload_policy, which keeps the model "
+                "on the host; legal is auto or skip"
+            )
+        suits = self._config.strategy == "fsdp" or self.weights.plan.adapter is not None
+        staged = asked == "force" or (asked == "auto" and suits)
+        return self._residency.using("model") if staged else nullcontext()
 
     def save(self, path: str | Path, *, max_to_keep: int | None = None) -> Path:
         """Write the next checkpoint below `path` and return its folder. A collective call.
@@ -253,6 +311,7 @@ class FsdpEngine:
         self.zero_grad()
         reshard(self.module)
         ready.write()
+        self._residency.settle()
         self.weights.written()
         return ready.loaded
 

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +71,9 @@ def gather_all(
         if entry.parameter is None:
             tensor = getattr(entry.module, entry.attribute).detach().clone()
         elif entry.parameter in ranges:
-            (tensor,) = gather_packed([shards[entry.parameter]], ranges, mesh)
+            (tensor,) = gather_packed([shards[entry.parameter]], ranges, mesh, device)
         else:
-            tensor = _full(registered[entry.parameter], shards[entry.parameter])
+            tensor = _full(registered[entry.parameter], shards[entry.parameter], device)
         yield entry.name, tensor.to(device)
 
 
@@ -89,13 +90,14 @@ def gather_groups(
     wanted = [[shards[str(entry.parameter)] for entry in group] for group in groups]
     ranges = ranges_of_ranks(itertools.chain(*wanted), mesh, device)
     for group, own in zip(groups, wanted, strict=True):
-        for entry, tensor in zip(group, gather_packed(own, ranges, mesh), strict=True):
-            yield entry.name, tensor.to(device)
+        for entry, tensor in zip(group, gather_packed(own, ranges, mesh, device), strict=True):
+            yield entry.name, tensor
 
 
-def _full(parameter: Tensor, shard: LocalShard) -> Tensor:
+def _full(parameter: Tensor, shard: LocalShard, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
-        full: Tensor = parameter.full_tensor()
+        own: Any = parameter.to(device)  # a part that rests on the host is copied alone
+        full: Tensor = own.full_tensor()
         return full.detach().clone()
     assert shard.data is not None
     return shard.data.clone()

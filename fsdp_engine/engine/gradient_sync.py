@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_engine.torch_private.deferred import before_deferred_backward, before_last_backward
+from fsdp_engine.torch_private.streams import order_zeroed_gradients
 from fsdp_engine.torch_private.sync_flags import without_reduction
 from fsdp_engine.torch_private.trainable import register_frozen
 
@@ -58,6 +59,8 @@ class GradientSync:
 
     def before_backward(self, number: int, count: int, loss: Tensor) -> None:
         """To call between forward and backward of micro-batch `number`."""
+        if not number:
+            order_zeroed_gradients(self._module)
         if not self._deferred or count == 1:
             return
         if number < count - 1:

@@ -50,11 +50,15 @@ def flat_range(shard: LocalShard) -> Range:
 
 
 def gather_packed(
-    shards: Sequence[LocalShard], ranges: dict[str, list[Range]], mesh: DeviceMesh
+    shards: Sequence[LocalShard],
+    ranges: dict[str, list[Range]],
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> list[Tensor]:
-    """The full tensors of parts of one dtype: copies of bits, no sum.
+    """The full tensors on `device` of parts of one dtype: copies of bits, no sum.
 
     Every rank sends its parts one behind the other, padded to the longest that any rank sends.
+    They are packed where they are, so parts on the host are copied to the device once.
     """
     lengths = [[stop - start for start, stop in ranges[shard.name]] for shard in shards]
     longest = max(map(sum, zip(*lengths, strict=True)))
@@ -62,6 +66,7 @@ def gather_packed(
     assert len(parts) == len(shards)
     own = parts[0].new_zeros(longest)
     torch.cat(parts, out=own[: sum(map(len, parts))])
+    own = own.to(device)
     num_ranks = len(lengths[0])
     gathered = own.new_empty(num_ranks * longest)
     dist.all_gather_into_tensor(gathered, own, group=mesh.get_group("shard"))

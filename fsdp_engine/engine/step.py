@@ -48,11 +48,13 @@ def global_norm(gradients: Iterable[Tensor], num_shards: int, device: torch.devi
     first replica, ranks 0 to `num_shards - 1`. If any rank of any replica has a non-finite
     element, the norm is non-finite on all ranks.
     """
-    squares = torch.zeros(1, dtype=torch.float64, device=device)
+    gradients = list(gradients)
+    place = gradients[0].device if gradients else device  # the host where FSDP2 offloads
+    squares = torch.zeros(1, dtype=torch.float64, device=place)
     for gradient in gradients:
         squares += gradient.to(torch.float64).square().sum()
     by_rank = torch.empty(dist.get_world_size(), dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(by_rank, squares)
+    dist.all_gather_into_tensor(by_rank, squares.to(device))
     parts = by_rank.tolist()
     finite = all(map(math.isfinite, parts))
     return math.sqrt(math.fsum(parts[:num_shards]) if finite else sum(parts))

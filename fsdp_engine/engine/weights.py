@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ from fsdp_engine.engine.units import Unit
 from fsdp_engine.torch_private.accumulators import reshard
 from fsdp_engine.torch_private.shards import parameter_shards, write_shards
 
-Named = Iterator[tuple[str, Tensor]]
+Named: TypeAlias = Iterator[tuple[str, Tensor]]
+Staging: TypeAlias = Callable[[Literal["auto", "force", "skip"]], AbstractContextManager[None]]
+"""What is entered while an export that asks for this is drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +65,18 @@ class Weights:
     """
 
     def __init__(
-        self, plan: WeightPlan, module: nn.Module, mesh: DeviceMesh, device: torch.device
+        self,
+        plan: WeightPlan,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        staging: Staging,
     ) -> None:
         self.plan = plan
         self._module = module
         self._mesh = mesh
         self.device = device
+        self._staging = staging
         self._writes = 0
         self._is_merged = False
 
@@ -89,7 +98,8 @@ class Weights:
         self.require_unmerged("export")
         layout = expert_layout(self.plan.model) if action.unfuse else None
         tensors = self._gathered(action)
-        return self._while_unwritten(unfused(tensors, layout) if layout else tensors)
+        tensors = unfused(tensors, layout) if layout else tensors
+        return _within(self._staging(action.staging), self._while_unwritten(tensors))
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -174,6 +184,11 @@ class Weights:
                     f"merge_adapter: {entry.name} is tied, and with its adapter added it would "
                     "change the other place as well; an export of merged weights has both"
                 )
+
+
+def _within(context: AbstractContextManager[None], tensors: Named) -> Named:
+    with context:
+        yield from tensors
 
 
 def _copy(shard: LocalShard) -> LocalShard:

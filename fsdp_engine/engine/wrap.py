@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -31,7 +32,7 @@ def wrap(
     """The wrapped root of `units`. The weights are already there, the same on every rank."""
     if config.strategy == "fsdp":
         return _fsdp1(units, config, mesh, device)
-    return _fsdp2(units, config, mesh)
+    return _fsdp2(units, config, mesh, device)
 
 
 def _fsdp1(
@@ -70,27 +71,25 @@ def _fsdp1(
     return wrapped
 
 
-def _fsdp2(units: tuple[Unit, ...], config: EngineConfig, mesh: DeviceMesh) -> nn.Module:
+def _fsdp2(
+    units: tuple[Unit, ...], config: EngineConfig, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
     dtypes = _dtypes(config)
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes["param_dtype"],
         reduce_dtype=dtypes["reduce_dtype"],
         cast_forward_inputs=True,
     )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if config.offload_policy:
+        # Pinned, so that copies need not wait; of the host's own memory nothing is copied.
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for unit in units[:-1]:
-        fully_shard(
-            unit.module,
-            mesh=mesh,
-            reshard_after_forward=config.reshard_after_forward,
-            mp_policy=policy,
-        )
+        fully_shard(unit.module, reshard_after_forward=config.reshard_after_forward, **options)
     root = units[-1].module
     # The root's backward follows its forward at once: torch's default, None, keeps it gathered.
     fully_shard(
-        root,
-        mesh=mesh,
-        reshard_after_forward=None if config.reshard_after_forward else False,
-        mp_policy=policy,
+        root, reshard_after_forward=None if config.reshard_after_forward else False, **options
     )
     # A parameter that this rank does not use may be used on another: all must reduce the same.
     cast(FSDPModule, root).set_reduce_scatter_unused_params(True)

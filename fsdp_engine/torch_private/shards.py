@@ -68,8 +68,13 @@ def state_shards(
 
 
 def write_shards(module: nn.Module, parameters: Iterable[LocalShard]) -> None:
-    """Write parts that `parameter_shards` gave back in place."""
+    """Write parts that `parameter_shards` gave back in place.
+
+    Pinned parts are those that FSDP2's offload policy copies to the device without waiting.
+    """
     current = {shard.name: shard.data for shard in parameter_shards(module)}
+    if any(own is not None and own.is_pinned() for own in current.values()):
+        torch.accelerator.synchronize()
     with torch.no_grad():
         for shard in parameters:
             target = current[shard.name]

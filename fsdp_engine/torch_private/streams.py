@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _runtime_utils
+
+
+def order_zeroed_gradients(root: nn.Module) -> None:
+    """To call behind a forward, before a backward adds to gradients that were reduced.
+
+    Before it gathers, FSDP1 zeroes what a flat gradient has of parameters without one of their own,
+    frozen ones among them (`_writeback_orig_params`). It does so on a stream for which nobody
+    waits, while the backward adds to the same gradient on another. Here the stream that gathers
+    does both: for that one the backward waits.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        frozen = any(not parameter.requires_grad for parameter in unit.parameters())
+        if frozen and hasattr(unit, "_unshard_stream"):
+            unit._pre_unshard_stream = unit._unshard_stream
 
 
 def record_streams_of(device_type: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp_engine.contract.actions import (
     Action,
@@ -23,6 +24,7 @@ from fsdp_engine.contract.actions import (
     Infer,
     Interrupt,
     Load,
+    Move,
     Poison,
     Reject,
     Restore,
@@ -40,6 +42,7 @@ from fsdp_engine.contract.observation import (
     OptimizerState,
     RankObservation,
     Record,
+    Resting,
     StateRecord,
     TrainRecord,
 )
@@ -47,6 +50,7 @@ from fsdp_engine.contract.protocol import (
     Checkpointing,
     Engine,
     LocalShard,
+    Offloading,
     RankContext,
     StepResult,
     TokenLoss,
@@ -69,16 +73,21 @@ def drive(engine: Engine, case: Case, rank: RankContext, recorder: Recorder) -> 
     initial, training = run.begin()
     recorder.take_copies()
     built_bytes = recorder.device_bytes()
+    resting = [run.resting()]
+    records: list[Record] = []
     with run.watching:
-        records = tuple(map(run.record, case.program))
+        for action in case.program:
+            records.append(run.record(action))
+            resting.append(run.resting())
     return RankObservation(
         rank=rank.rank,
         initial=initial,
-        records=records,
+        records=tuple(records),
         build_collectives=build_collectives,
         training=training,
         device=rank.device,
         built_bytes=built_bytes,
+        resting=tuple(filter(None, resting)),
     )
 
 
@@ -123,11 +132,12 @@ class _Run:
             case Save() | Load() | Reject():
                 return self._checkpoint(action)
             case _:
-                with self._recorder.during("other"):
+                self._recorder.take_copies()
+                with self._recorder.during("move" if isinstance(action, Move) else "other"):
                     self._change(action)
-                return self._state_record()
+                return replace(self._state_record(), copies=self._recorder.take_copies())
 
-    def _change(self, action: Eval | Freeze | Unfreeze | Restore) -> None:
+    def _change(self, action: Eval | Freeze | Unfreeze | Restore | Move) -> None:
         trainee = self._trainee
         match action:
             case Eval():
@@ -139,6 +149,28 @@ class _Run:
                 trainee.unfreeze(part_names(self._case, action.part))
             case Restore():
                 trainee.restore(self._start)
+            case Move():
+                assert isinstance(trainee, Offloading), "its engine says that it moves"
+                to = "cpu" if action.to == "host" else self._context.device
+                trainee.to(to, model=action.model, optimizer=action.optimizer, grad=action.model)
+
+    def resting(self) -> Resting | None:
+        """Where everything is now; None on the host, where there is nothing to tell."""
+        if self._context.device == "cpu":
+            return None
+        module = self._trainee.module
+        parameters = list(module.parameters())
+        return Resting(
+            parameters=_places(parameters),
+            gradients=_places(p.grad for p in parameters if p.grad is not None),
+            buffers=_places(module.buffers()),
+            optimizer=_places(
+                shard.data
+                for slot, shard in self._trainee.optimizer_state()
+                if slot != "step" and shard.data is not None
+            ),
+            device_bytes=self._recorder.device_bytes(),
+        )
 
     def _checkpoint(self, action: Save | Load | Reject) -> StateRecord:
         """Random numbers are drawn, so that every rank's go on by another count."""
@@ -189,7 +221,9 @@ class _Run:
         parameters: tuple[LocalArray, ...] = ()
         clipped: tuple[LocalArray, ...] = ()
         optimizer_state: OptimizerState = {}
-        with recorder.during("other"), trainee.mode("train"):
+        with recorder.during("other"), ExitStack() as mode:
+            with recorder.during("enter"):
+                mode.enter_context(trainee.mode("train"))
             trainee.zero_grad()
             before = recorder.device_bytes()
             with recorder.during("plan"):
@@ -203,6 +237,9 @@ class _Run:
                 parameters = _arrays(trainee.parameters())
                 optimizer_state = _optimizer_state(trainee)
             metrics = trainee.metrics()
+            after = recorder.device_bytes()
+            with recorder.during("leave"):
+                mode.close()
         collectives, residency = recorder.take()
         return TrainRecord(
             plan=losses.plan,
@@ -219,7 +256,7 @@ class _Run:
             optimizer_state=optimizer_state,
             metrics=metrics,
             copies=recorder.take_copies(),
-            device_bytes=(before, recorder.device_bytes()),
+            device_bytes=(before, after),
         )
 
     def _infer(self, action: Infer) -> InferRecord:
@@ -311,6 +348,10 @@ def _optimizer_state(trainee: Trainee) -> OptimizerState:
     for slot, shard in trainee.optimizer_state():
         slots.setdefault(slot, []).append(shard)
     return {slot: _arrays(shards) for slot, shards in slots.items()}
+
+
+def _places(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    return tuple(sorted({tensor.device.type for tensor in tensors}))
 
 
 def _random_digest() -> str:

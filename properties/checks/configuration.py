@@ -6,6 +6,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import EngineRaised, UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.configuration import (
+    SHOWS_ON_DEVICE,
     UNKNOWN,
     base_of,
     default_mismatches,
@@ -119,10 +120,17 @@ def _change_verdict(base: Case, changed: Case, run: Run) -> Verdict:
         got = f"{', '.join(sorted(kinds))} on ranks {sorted(error.kinds)}"
         return exactly([_idle(changed, got)])
     if before.ranks == after.ranks:
-        return exactly([_idle(changed, f"the same as with {_told(base)}")])
+        return _same_verdict(base, changed, device=before.ranks[0].device)
     if run(base).ranks != before.ranks:
         return exactly([_idle(changed, "a base case that differs from itself")])
     return exactly([])
+
+
+def _same_verdict(base: Case, changed: Case, *, device: str) -> Verdict:
+    fields = {name for name, _ in changed.engine.overrides}
+    if device == "cpu" and fields & {*SHOWS_ON_DEVICE}:
+        return not_applicable("where the host is the device there is no other place")
+    return exactly([_idle(changed, f"the same as with {_told(base)}")])
 
 
 def _idle(changed: Case, got: str) -> Mismatch:

@@ -2,77 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp_engine.contract.actions import Train
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     Copy,
-    ExportRecord,
+    InferRecord,
     Numerics,
     RankObservation,
     TrainRecord,
 )
 from fsdp_engine.contract.protocol import Run
-from fsdp_engine.workload.models import parameter_names
+from oracles.copies import Bounds, needed
 from oracles.device_memory import (
     OWN_NUMBERS,
-    at_rest,
     batch_bytes,
     behind_backward,
+    gradient_bytes,
     is_predicted,
+    model_bytes,
     optimizer_bytes,
-    parameter_bytes,
 )
 from oracles.memory import predict_held
 from oracles.metamorphic import Shorter, first_difference
-from oracles.transfers import (
-    ALLOWED_IN_EXPORT,
-    Allowed,
-    allowed_in_training,
-    crossings,
-    reads_values,
-)
+from oracles.placement import Places, resting_places
+from oracles.transfers import crossings
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
 SCHEDULES = (0, 1, 2)
 """Nothing happens before it is waited for; then two in which some things do."""
 
-_ON_THE_HOST = "the host has no memory, copies or streams of its own"
+ON_THE_HOST = "the host has no memory, copies or streams of its own"
 
 
 def memory_matches(case: Case, run: Run) -> Verdict:
     """Bytes held on the device: after the build, before and after every training action.
 
-    They are those of the oracle, but for a few numbers that the engine keeps for itself.
+    They are those of the oracle, but for a few numbers that the engine keeps for itself. What rests
+    on the host is on the device during the action: the model all the time, the optimizer's state
+    only while it steps.
 
-    After every backward they are those at rest, the gradients that wait or were reduced and what
+    After every backward they are those before, the gradients that wait or were reduced and what
     the wrapper holds in full, and no more beside them than the micro-batch itself.
     """
     observation = run(case)
     if observation.ranks[0].device == "cpu":
-        return not_applicable(_ON_THE_HOST)
+        return not_applicable(ON_THE_HOST)
     if not is_predicted(case, observation.numerics):
         return not_applicable("no wrapper, program or model whose bytes are predicted")
-    built = at_rest(case, observation.numerics)
+    built = model_bytes(case, observation.numerics, resting_places(case)[0])
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
         where = f"rank {rank.rank} bytes on the device"
         mismatches += _bytes(f"{where} after the build", rank.built_bytes, built)
-        mismatches += _training_bytes(case, observation.numerics, rank, built, where)
+        mismatches += _training_bytes(case, observation.numerics, rank, where)
     return exactly(mismatches)
 
 
 def _training_bytes(
-    case: Case, numerics: Numerics, rank: RankObservation, built: int, where: str
+    case: Case, numerics: Numerics, rank: RankObservation, where: str
 ) -> Iterator[Mismatch]:
-    resting, reduced = built, parameter_bytes(case, numerics)
+    hosted = case.engine.offload_policy
+    model = model_bytes(case, numerics, Places(model=hosted, buffers=False, optimizer=hosted))
+    reduced = gradient_bytes(case, numerics)
+    places = resting_places(case)
+    moments = 0
     for index, record in enumerate(rank.records):
         action = case.program[index]
         if not (isinstance(record, TrainRecord) and isinstance(action, Train)):
             continue
         place = f"action {index} (train) {where}"
+        resting = model + (0 if places[index].optimizer else moments)
         yield from _bytes(f"{place} before", record.device_bytes[0], resting)
         gated = (True,) * len(record.plan)
         held = predict_held(case, numerics, gated, deferred=case.engine.deferred)
@@ -90,51 +92,46 @@ def _training_bytes(
                     wanted=f"{floor}, and at most {room} of the micro-batch itself",
                 )
         if record.stepped:
-            resting = built + optimizer_bytes(case, rank)
-        yield from _bytes(f"{place} after", record.device_bytes[1], resting + reduced)
+            moments = optimizer_bytes(case, rank)
+        after = model + (0 if places[index].optimizer else moments) + reduced
+        yield from _bytes(f"{place} after", record.device_bytes[1], after)
 
 
 def copies_are_needed(case: Case, run: Run) -> Verdict:
-    """No copy between host and device that the program does not need; see `oracles.transfers`."""
+    """No copy between host and device that the program does not need; see `oracles.transfers`.
+
+    Of what rests on the host exactly the copies that are needed.
+    """
     observation = run(case)
     if observation.ranks[0].device == "cpu":
-        return not_applicable(_ON_THE_HOST)
+        return not_applicable(ON_THE_HOST)
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
-        for index, (action, record) in enumerate(zip(case.program, rank.records, strict=True)):
-            where = f"action {index} ({action.kind}) rank {rank.rank}"
-            if isinstance(record, TrainRecord) and isinstance(action, Train):
-                allowed = _allowed(case, action, record, rank.rank)
-                mismatches += _too_many(where, record.copies, allowed)
-            if isinstance(record, ExportRecord):
-                mismatches += _too_many(where, record.copies, ALLOWED_IN_EXPORT)
+        for index, action in enumerate(case.program):
+            record = rank.records[index]
+            if not isinstance(record, InferRecord):
+                where = f"action {index} ({action.kind}) rank {rank.rank}"
+                mismatches += _out_of_bounds(where, record.copies, needed(case, rank, index))
     return exactly(mismatches)
 
 
-def _allowed(
-    case: Case, action: Train, record: TrainRecord, rank: int
-) -> Mapping[tuple[str, str], Allowed]:
-    sizes = [batch_bytes(case, action.batch, rank, indices) for indices in record.plan]
-    return allowed_in_training(
-        model_reads=reads_values(case.model),
-        num_micro_batches=len(record.plan),
-        batch_bytes=sum(sizes),
-        world_size=case.mesh.world_size,
-        num_parameters=len(parameter_names(case.model)),
-    )
-
-
-def _too_many(
-    where: str, copies: tuple[Copy, ...], allowed: Mapping[tuple[str, str], Allowed]
+def _out_of_bounds(
+    where: str,
+    copies: tuple[Copy, ...],
+    bounds: Bounds,
 ) -> Iterator[Mismatch]:
-    for (phase, direction), most in allowed.items():
+    for (phase, direction), (least, most) in bounds.items():
         found = crossings(copies, phase, direction)
         num_bytes = sum(copy.num_bytes for copy in found)
-        if len(found) > most.count or num_bytes > most.num_bytes:
+        counted = least.count <= len(found) <= most.count
+        if not (counted and least.num_bytes <= num_bytes <= most.num_bytes):
+            wanted = f"at most {most.count} of {most.num_bytes} bytes"
+            if least.count:
+                wanted = f"at least {least.count} of {least.num_bytes} bytes, {wanted}"
             yield Mismatch(
                 where=f"{where} {phase} {direction} copies",
                 got=f"{len(found)} of {num_bytes} bytes",
-                wanted=f"at most {most.count} of {most.num_bytes} bytes",
+                wanted=wanted,
             )
 
 
@@ -142,7 +139,7 @@ def order_is_kept(case: Case, run: Run) -> Verdict:
     """Under every schedule nothing is used before it is there, and all bits are the same."""
     plain = run(case)
     if plain.ranks[0].device == "cpu":
-        return not_applicable(_ON_THE_HOST)
+        return not_applicable(ON_THE_HOST)
     whole = Shorter(case=case, kept=tuple(range(len(case.program))))
     mismatches: list[Mismatch] = []
     for schedule in SCHEDULES:

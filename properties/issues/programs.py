@@ -126,10 +126,9 @@ def trains_after_inference(case: Case) -> bool:
     )
 
 
-def may_train_after_inference(case: Case) -> bool:
-    """The same, with other actions in between."""
-    kinds = [action.kind for action in case.program]
-    return case.mesh.shards > 1 and "infer" in kinds and "train" in kinds[kinds.index("infer") :]
+def infers(case: Case) -> bool:
+    """A forward without backward gathers what is sharded."""
+    return case.mesh.shards > 1 and any(isinstance(action, Infer) for action in case.program)
 
 
 def surely_restores(case: Case) -> bool:

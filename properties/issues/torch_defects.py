@@ -65,6 +65,23 @@ def surely_rounds_norm_on_some_ranks(case: Case) -> bool:
     return rounds_norm_on_some_ranks(case) and only_head and few and stepped
 
 
+def zeroes_unordered(case: Case, *, unknown: bool) -> bool:
+    """FSDP1 adds up reduced gradients of a unit in which some parameter has none of its own.
+
+    `unknown`: what the plan of the micro-batches is taken for, and any way to have no gradient;
+    without it a frozen parameter surely is in a unit with one that trains.
+    """
+    model = case.model
+    mixed = bool(model.lora_rank) or (model.frozen == "biases" and model.family == "mlp")
+    absent = model.frozen != "none" or model.optional != "none"
+    changes = any(action.kind in ("freeze", "unfreeze") for action in case.program)
+    without = mixed or (unknown and (absent or changes))
+    reduced = case.mesh.shards == 1 or not case.engine.deferred
+    counts = [usage.num_micro_batches(case, action.batch) for action in usage.training(case)]
+    several = any(unknown if count is None else count > 1 for count in counts)
+    return bool(without and reduced and several)
+
+
 def ties_what_is_frozen(case: Case, *, at_once: bool) -> bool:
     """FSDP1 with one shard runs a wholly frozen unit with a tied parameter, weights are not cast.
 

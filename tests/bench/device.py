@@ -12,8 +12,9 @@ from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
-from oracles.device_memory import at_rest, behind_backward
+from oracles.device_memory import behind_backward, model_bytes
 from oracles.memory import predict_held
+from oracles.placement import resting_places
 from tests.bench.table import Line
 from tests.bench.work import Effort
 from tests.small_cases import small_case
@@ -45,7 +46,7 @@ def measure(effort: Effort) -> list[Line]:  # noqa: ARG001  bytes are the same i
 
 def _lines(name: str, case: Case, observation: Observation) -> Iterator[Line]:
     numerics, rank = observation.numerics, observation.ranks[0]
-    resting = at_rest(case, numerics)
+    resting = model_bytes(case, numerics, resting_places(case)[0])
     yield _line(f"{name}: at rest", rank.built_bytes, resting)
     record = rank.records[0]
     assert isinstance(record, TrainRecord)

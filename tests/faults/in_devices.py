@@ -9,11 +9,17 @@ from tests.faults.fault import Fault, fault
 MEMORY = "device-memory-matches-oracle"
 COPIES = "device-copies-are-needed"
 ORDER = "device-order-is-kept"
+REST = "tensors-rest-where-asked"
+SAME = "offload-changes-nothing"
 
 
-def _on_device(kind: str, name: str, source: str, *found_by: str, **shows_in: str) -> Fault:
-    planted = fault(kind, f"on_device:{name}", source, *found_by, **shows_in)
-    return replace(planted, device="sim")
+def _on_device(kind: str, name: str, source: str, /, *found_by: str, **shows_in: str) -> Fault:
+    path = name if ":" in name else f"on_device:{name}"
+    return replace(fault(kind, path, source, *found_by, **shows_in), device="sim")
+
+
+def _residency(name: str, source: str, /, *found_by: str, **shows_in: str) -> Fault:
+    return _on_device("residency", f"residency:{name}", source, *found_by, **shows_in)
 
 
 IN_DEVICES: tuple[Fault, ...] = (
@@ -43,4 +49,19 @@ IN_DEVICES: tuple[Fault, ...] = (
     _on_device("order", "StagingBufferReused", "deepspeedai/DeepSpeed#7965", ORDER),
     _on_device("order", "GradientsScaledAside", "pytorch/pytorch#115710", ORDER),
     _on_device("order", "FreedWhileInUse", "meta-pytorch/torchtune#1867", ORDER),
+    # what rests on the host
+    _residency("ModelStaysLoaded", "verl-project/verl#4777", REST),
+    _residency("OptimizerStaysLoaded", "verl-project/verl#5753", REST),
+    _residency("StaysLoadedAfterException", "textbook", REST),
+    _residency("ResumedOntoDevice", "verl-project/verl#402", REST),
+    _residency("StateBeforeFirstStep", "verl-project/verl#299", REST),
+    _residency("BuffersLeftBehind", "verl-project/verl#6196", REST, kind="buffers"),
+    _residency("LocalShardLeftBehind", "textbook", REST, strategy="fsdp1"),
+    _residency("OffloadDoesNotWait", "verl-project/verl#7347", ORDER, strategy="fsdp2"),
+    _residency("AlwaysStages", "verl-project/verl#7005", COPIES, strategy="fsdp2"),
+    _residency("StagedAndForgotten", "verl-project/verl#7103", REST),
+    _residency("ExportedWhereItRests", "verl-project/verl#7005", REST),
+    _residency("OptimizerLoadedForForward", "verl-project/verl#2822", MEMORY),
+    _residency("UsedGradientsMoved", "textbook", COPIES),
+    _residency("SteppedOnACopy", "NovaSky-AI/SkyRL#2215", SAME),
 )

@@ -1,0 +1,82 @@
+"""Cases in which parts rest on the host, by flags and by moves in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from fsdp_engine.contract.actions import Action, Export, Load, Move
+from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.limits import MAX_ACTIONS
+from properties.covering import Axes
+from properties.strategies.cases import (
+    CasesOfRow,
+    exporting_cases,
+    inferring_cases,
+    interrupted_cases,
+    resuming_cases,
+)
+
+_FLAGS: tuple[tuple[bool, bool, bool], ...] = (
+    (True, False, False),
+    (True, True, False),
+    (False, True, False),
+    (False, False, False),
+)
+_POLICY = (False, False, True)
+"""For the parameters, for the optimizer, by FSDP2's policy."""
+
+
+def offloaded(cases: CasesOfRow) -> CasesOfRow:
+    """Cases of a row with offload flags, and moves between their actions unless a policy rules."""
+
+    def of_row(row: Axes) -> SearchStrategy[Case]:
+        return cases(row).flatmap(_offloaded)
+
+    return of_row
+
+
+@st.composite
+def _offloaded(draw: DrawFn, case: Case) -> Case:
+    choices = (*_FLAGS, _POLICY) if _can_have_policy(case) else _FLAGS
+    of_model, of_optimizer, by_policy = draw(st.sampled_from(choices), label="offload")
+    engine = replace(
+        case.engine,
+        param_offload=of_model,
+        optimizer_offload=of_optimizer,
+        offload_policy=by_policy,
+    )
+    if by_policy:
+        return replace(case, engine=engine)
+    program: list[Action] = []
+    held = False
+    for action in case.program:
+        room = MAX_ACTIONS - len(case.program) - sum(isinstance(a, Move) for a in program)
+        if room and not held and draw(st.integers(0, 3), label="move") == 3:
+            program.append(draw(_moves, label="which"))
+        program.append(action)
+        if isinstance(action, Export) and action.drain == "hold":
+            held = True
+        held = held and action.kind != "resume"
+    return replace(case, engine=engine, program=tuple(program))
+
+
+_moves: SearchStrategy[Move] = st.builds(
+    lambda to, parts: Move(to=to, model="model" in parts, optimizer="optimizer" in parts),
+    st.sampled_from(("host", "device")),
+    st.sampled_from((("model",), ("model", "optimizer"), ("optimizer",))),
+)
+
+
+def residing_cases(row: Axes) -> SearchStrategy[Case]:
+    """Cases of a row with offload and every kind of action that uses what rests on the host."""
+    kinds = (inferring_cases, interrupted_cases, exporting_cases, resuming_cases)
+    return st.one_of([offloaded(cases)(row) for cases in kinds])
+
+
+def _can_have_policy(case: Case) -> bool:
+    staged = any(isinstance(a, Export) and a.staging == "force" for a in case.program)
+    elsewhere = any(isinstance(a, Load) and a.strategy == "fsdp1" for a in case.program)
+    return case.engine.strategy == "fsdp2" and not staged and not elsewhere
