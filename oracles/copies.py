@@ -12,10 +12,10 @@ from oracles.device_memory import batch_bytes
 from oracles.placement import Places, actual_places, is_staged, resting_places
 from oracles.sharding import per_parameter_elements, unit_layouts
 from oracles.transfers import (
-    BOUNDS,
     NOTHING,
     Allowed,
     allowed_in_training,
+    bounds,
     moments,
     parameters,
     reads_values,
@@ -64,35 +64,36 @@ def _of_training(
         for phase in ("forward", "backward"):
             allowed[phase, _IN] += passes
         allowed["backward", _OUT] += passes
-    bounds: Bounds = {key: (NOTHING, most) for key, most in allowed.items()}
+    found: Bounds = {key: (NOTHING, most) for key, most in allowed.items()}
     moved, gradients = _model_moves(case, rank, places)
     left = gradients if _has_gradients(rank, index) else NOTHING
-    bounds["enter", _IN] = moved, moved + left
-    bounds["leave", _OUT] = moved, moved + (NOTHING if record.stepped else gradients)
-    bounds["enter", _OUT] = bounds["leave", _IN] = NOTHING, NOTHING
+    found["enter", _IN] = moved, moved + left
+    found["leave", _OUT] = moved, moved + (NOTHING if record.stepped else gradients)
+    found["enter", _OUT] = found["leave", _IN] = NOTHING, NOTHING
     if places.optimizer and not case.engine.offload_policy and action.step:
         existed = _state_before(rank, index)
         kept = moments(record.optimizer_state) if record.stepped else existed
-        bounds["step", _IN] = existed, allowed["step", _IN] + existed
-        bounds["step", _OUT] = kept, allowed["step", _OUT] + kept
-    return bounds
+        found["step", _IN] = existed, allowed["step", _IN] + existed
+        found["step", _OUT] = kept, allowed["step", _OUT] + kept
+    return found
 
 
 def _of_export(
     case: Case, action: Export | Resume, rank: RankObservation, places: Places
 ) -> Bounds:
     moved, gradients = _model_moves(case, rank, places)
+    told = bounds(case)
     own = unstaged(case, rank, buffers_on_host=places.buffers)
     if not places.model:
         own = NOTHING if not places.buffers else own
     is_whole = isinstance(action, Export) and action.drain == "full" and action.weights == "all"
     if isinstance(action, Export) and is_staged(case, action):
         least = moved if action.drain == "full" else NOTHING
-        into, out = (least, moved + gradients + BOUNDS), (least, moved + gradients + BOUNDS)
+        into, out = (least, moved + gradients + told), (least, moved + gradients + told)
     elif isinstance(action, Export):
-        into, out = (own if is_whole else NOTHING, own + BOUNDS), (NOTHING, BOUNDS)
+        into, out = (own if is_whole else NOTHING, own + told), (NOTHING, told)
     else:
-        into = out = (NOTHING, moved + gradients + own + BOUNDS)
+        into = out = (NOTHING, moved + gradients + own + told)
     return {("export", _IN): into, ("export", _OUT): out}
 
 

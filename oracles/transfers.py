@@ -22,15 +22,11 @@ from torch import Tensor
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Copy, LocalArray, OptimizerState, RankObservation
-from fsdp_engine.workload.models import build_model
+from fsdp_engine.workload.models import build_model, parameter_names
 from oracles.sharding import ITEM_SIZE, flat_elements, unit_layouts
 
 TENSORS_OF_A_MICRO_BATCH = 5
 """Inputs, attention mask, gates, targets, loss mask."""
-
-
-BOUNDS_BYTES = 1 << 16
-"""More than the bounds of all shards take, which an export may agree on first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +44,12 @@ class Allowed:
 
 
 NOTHING = Allowed(count=0, num_bytes=0)
-BOUNDS = Allowed(count=1, num_bytes=BOUNDS_BYTES)
+
+
+def bounds(case: Case) -> Allowed:
+    """At most what agreeing on the bounds of all shards takes: two integers for every rank's."""
+    num_bytes = 16 * len(parameter_names(case.model)) * case.mesh.world_size
+    return Allowed(count=1, num_bytes=num_bytes)
 
 
 def whole_model(case: Case, rank: RankObservation) -> Allowed:

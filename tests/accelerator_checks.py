@@ -27,7 +27,7 @@ from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model
 from fsdp_engine.world.accelerator.device import install
 from fsdp_engine.world.accelerator.ledger import Copy, site
-from tests import schedule_checks
+from tests import residency_checks, schedule_checks
 from tests.small_cases import small_case
 
 DEVICE = "hpu"
@@ -393,6 +393,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     random_numbers_are_those_of_the_cpu,
     a_second_install_changes_nothing,
     *schedule_checks.CHECKS,
+    *residency_checks.CHECKS,
 )
 
 

@@ -58,15 +58,15 @@ def gather_packed(
     """The full tensors on `device` of parts of one dtype: copies of bits, no sum.
 
     Every rank sends its parts one behind the other, padded to the longest that any rank sends.
-    They are packed where they are, so parts on the host are copied to the device once.
+    They are packed where they are and padded on the device, so parts on the host take one copy.
     """
     lengths = [[stop - start for start, stop in ranges[shard.name]] for shard in shards]
     longest = max(map(sum, zip(*lengths, strict=True)))
     parts = [shard.data.flatten() for shard in shards if shard.data is not None]
     assert len(parts) == len(shards)
-    own = parts[0].new_zeros(longest)
-    torch.cat(parts, out=own[: sum(map(len, parts))])
-    own = own.to(device)
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    own = packed.new_zeros(longest, device=device)
+    own[: len(packed)] = packed
     num_ranks = len(lengths[0])
     gathered = own.new_empty(num_ranks * longest)
     dist.all_gather_into_tensor(gathered, own, group=mesh.get_group("shard"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.bench.table import Line
 
-PARTS = ("speed", "rival", "overhead", "growth", "sensitivity", "device", "shrinking")
+PARTS = ("speed", "rival", "overhead", "growth", "sensitivity", "device", "export", "shrinking")
 
 
 def main(arguments: list[str] | None = None) -> int:

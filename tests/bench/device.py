@@ -14,7 +14,7 @@ from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
 from oracles.device_memory import behind_backward, model_bytes
 from oracles.memory import predict_held
-from oracles.placement import resting_places
+from oracles.placement import Places, resting_places
 from tests.bench.table import Line
 from tests.bench.work import Effort
 from tests.small_cases import small_case
@@ -26,17 +26,23 @@ UNIT_BYTES = 2 * 1024 * 1280 * 4
 STRATEGIES: tuple[Strategy, ...] = ("fsdp2", "fsdp1")
 
 
+_SETTINGS = (
+    *itertools.product(STRATEGIES, (True, False), (False, True), (False,)),
+    *itertools.product(STRATEGIES, (True,), (False,), (True,)),
+)
+"""Strategy, ZeRO-3, deferred sync, param_offload."""
+
+
 def measure(effort: Effort) -> list[Line]:  # noqa: ARG001  bytes are the same in every round
     """Two ranks, two micro-batches: bytes after the build, between micro-batches and at most."""
     lines: list[Line] = []
     with WorldPool("reference", case_timeout_s=120.0, device="sim") as pool:
-        for strategy, zero3, deferred in itertools.product(
-            STRATEGIES, (True, False), (False, True)
-        ):
+        for strategy, zero3, deferred, offload in _SETTINGS:
             case = small_case(shape=(2,), model=MODEL, strategy=strategy, deferred=deferred)
-            engine = replace(case.engine, reshard_after_forward=zero3)
+            engine = replace(case.engine, reshard_after_forward=zero3, param_offload=offload)
             case = replace(case, program=(Train(),), engine=engine)
             name = f"{strategy} {'ZeRO-3' if zero3 else 'ZeRO-2'} {_sync(case)}"
+            name += " param_offload" if offload else ""
             try:
                 lines += _lines(name, case, pool(case))
             except AcceleratorError as error:
@@ -50,8 +56,10 @@ def _lines(name: str, case: Case, observation: Observation) -> Iterator[Line]:
     yield _line(f"{name}: at rest", rank.built_bytes, resting)
     record = rank.records[0]
     assert isinstance(record, TrainRecord)
+    loaded = model_bytes(case, numerics, Places(model=False, buffers=False, optimizer=False))
+    yield _line(f"{name}: in a batch", record.device_bytes[0], loaded)
     held = predict_held(case, numerics, (True, True), deferred=case.engine.deferred)
-    waiting = resting + behind_backward(case, numerics, held[1], last=False)
+    waiting = loaded + behind_backward(case, numerics, held[1], last=False)
     yield _line(f"{name}: between micro-batches", record.residency[1].device_bytes, waiting)
     peak = max(sample.device_peak for sample in record.residency)
     yield Line(
@@ -59,7 +67,7 @@ def _lines(name: str, case: Case, observation: Observation) -> Iterator[Line]:
         name=f"{name}: at most",
         value=peak / 1e6,
         unit="MB",
-        note=f"{(peak - resting) / UNIT_BYTES:.2f} units in full beside what rests",
+        note=f"{(peak - loaded) / UNIT_BYTES:.2f} units in full beside the shards",
     )
 
 
