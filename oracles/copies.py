@@ -83,9 +83,9 @@ def _of_export(
 ) -> Bounds:
     moved, gradients = _model_moves(case, rank, places)
     told = bounds(case)
-    own = unstaged(case, rank, buffers_on_host=places.buffers)
-    if not places.model:
-        own = NOTHING if not places.buffers else own
+    own = NOTHING
+    if places.model:
+        own = unstaged(case, rank, buffers_on_host=places.buffers)
     is_whole = isinstance(action, Export) and action.drain == "full" and action.weights == "all"
     if isinstance(action, Export) and is_staged(case, action):
         least = moved if action.drain == "full" else NOTHING
