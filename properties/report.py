@@ -39,7 +39,8 @@ class Tally:
     `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
     what the check itself has nothing to say about. `known_issue` counts failed cases by the issue
     that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are
-    the main axes of the judged cases.
+    the main axes of the judged cases. `failures` has the smallest case of each search that ended
+    in a failure or without a verdict, as `properties.failure` writes it down.
     """
 
     drawn: int = 0
@@ -56,6 +57,7 @@ class Tally:
     seconds: float = 0.0
     case_ids: list[str] = field(default_factory=list)
     rows: set[tuple[str, ...]] = field(default_factory=set)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
     def refuse(self, reason: str, *, by_engine: bool) -> None:
         """Count a case that does not apply; it covers nothing."""
@@ -97,6 +99,7 @@ class Tally:
         self.seconds += other.seconds
         self.case_ids += other.case_ids
         self.rows |= other.rows
+        self.failures += other.failures
         self._add_margin(other.worst_margin, other.margin_kind)
 
     def _add_margin(self, margin: float | None, kind: MarginKind) -> None:
@@ -140,7 +143,8 @@ class Report:
     """A session: where and how it ran, its tallies, and the moments its tests began and ended.
 
     `unreplayable`: compute dtypes in which the probe at its start did not confirm that replayed
-    gradients are bit-equal, and why. Of `known_issues` those of the engine are listed, met or not.
+    gradients are bit-equal, and why. `lacks` is where the engine says that no case applies to it.
+    Of `known_issues` those of the engine are listed, met or not.
     """
 
     engine: str
@@ -150,6 +154,7 @@ class Report:
     seed: int
     max_world_size: int
     unreplayable: dict[str, str] = field(default_factory=dict)
+    lacks: tuple[dict[str, str], ...] = ()
     known_issues: tuple[KnownIssue, ...] = KNOWN_ISSUES
     tallies: dict[str, Tally] = field(default_factory=dict)
     began: float | None = None
@@ -193,6 +198,7 @@ class Report:
             "pairs_feasible": feasible,
             "pairs_judged": covered,
             "unreplayable": dict(sorted(self.unreplayable.items())),
+            "lacks": list(self.lacks),
             "known_issues": [self._issue(issue) for issue in self._own_issues()],
             "properties": [_property(name, tally) for name, tally in sorted(self.tallies.items())],
         }
@@ -276,6 +282,7 @@ def _property(name: str, tally: Tally) -> dict[str, Any]:
         "margin_kind": tally.margin_kind,
         "seconds": round(tally.seconds, 3),
         "case_ids": sorted(set(tally.case_ids)),
+        "failures": tally.failures,
     }
 
 

@@ -38,12 +38,13 @@ class Units:
             for path, submodule in modules
             if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None
         ]
-        self._groups: list[Any] = [
-            group
+        groups: dict[int, Any] = {  # modules that were sharded together share theirs
+            id(group): group
             for _, submodule in modules
             if isinstance(submodule, FSDPModule)
             for group in submodule._get_fsdp_state()._fsdp_param_groups
-        ]
+        }
+        self._groups = list(groups.values())
         self._names = fsdp2_names(module) if self._groups else {}
 
     def retained(self) -> Retained:

@@ -22,6 +22,7 @@ from typing import BinaryIO, NoReturn
 import torch
 import torch.distributed as dist
 
+from fsdp_engine.contract.actions import ABILITIES, ability_for
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import RankObservation
 from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
@@ -101,7 +102,10 @@ def _run(
 ) -> wire.Reply:
     case, rank = command.case, recorder.rank
     try:
-        reason = _missing_action(engine, case) or engine.supports(case)
+        missing = _missing_action(engine, case)
+        if missing is not None:
+            return wire.Unsupported(reason=missing, offered=False)
+        reason = engine.supports(case)
         if reason is not None:
             return wire.Unsupported(reason=reason)
         numerics = engine.numerics(case) if rank == 0 else None
@@ -131,11 +135,15 @@ def _observe(
 
 
 def _missing_action(engine: Engine, case: Case) -> str | None:
-    offered = engine.capabilities().actions
+    capabilities = engine.capabilities()
+    offered = capabilities.actions
     missing = sorted({action.kind for action in case.program} - set(offered))
-    if not missing:
-        return None
-    return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
+    if missing:
+        return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
+    for ability in map(ability_for, case.program):
+        if ability in capabilities.without:
+            return f"the engine has not: {ABILITIES[ability]}"
+    return None
 
 
 def _join(store: str, case: Case, rank: int, device: Device) -> None:

@@ -1,0 +1,151 @@
+"""One page of all engines' sessions: engines across, properties down. No scripts, no other files.
+
+A cell opens what is behind it in place (the browser's own popovers). Everything that comes from a
+session is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from properties.conformance.details import cell_details
+from properties.conformance.markup import MARKS, TITLES, link, text
+from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
+
+_STYLE = Path(__file__).with_name("style.css")
+
+
+def page(runs: Sequence[EngineRun], descriptions: Mapping[str, str]) -> str:
+    """The page as text. `descriptions` has a sentence for every property, in the page's order.
+
+    Properties that only a session knows come behind those.
+    """
+    names = list(descriptions)
+    names += sorted({name for run in runs for name in run.properties} - set(names))
+    ran = [run for run in runs if run.report is not None]
+    parts = [
+        _head(ran),
+        '<main><section aria-labelledby="engines"><h2 id="engines">Engines</h2>',
+        '<div class="engines">',
+        *map(_engine, runs),
+        '</div></section><section aria-labelledby="matrix"><h2 id="matrix">Properties</h2>',
+        _matrix(ran, names, descriptions) if ran else "<p>No engine was run.</p>",
+        '</section><section aria-labelledby="issues"><h2 id="issues">Known issues</h2>',
+        _issues(ran),
+        "</section></main>",
+        _foot(ran),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _head(ran: Sequence[EngineRun]) -> str:
+    reports = [run.report for run in ran if run.report is not None]
+    cases = sum(entry["judged"] for run in ran for entry in run.properties.values())
+    how = {(report["profile"], report["device"]) for report in reports}
+    told = "; ".join(f"profile {profile}, device {device}" for profile, device in sorted(how))
+    legend = "".join(
+        f'<li><span class="mark {kind}" aria-hidden="true">{MARKS[kind]}</span>'
+        f'<span>{TITLES[kind]}: <span class="soft">{text(meaning)}</span></span></li>'
+        for kind, meaning in KINDS.items()
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<title>Conformance of FSDP training engines</title>"
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
+        "<h1>Conformance of FSDP training engines</h1>"
+        "<p>Sharding must not change training. "
+        f"{len(ran)} engines, {cases:,} cases judged on real ranks. "
+        f'<span class="soft">{text(told)}</span></p>'
+        f'<ul class="legend">{legend}</ul></header>'
+    )
+
+
+def _engine(run: EngineRun) -> str:
+    counts = "".join(
+        f'<li class="{kind}"><span aria-hidden="true">{MARKS[kind]}</span> '
+        f"{run.kinds[kind]} {TITLES[kind]}</li>"
+        for kind in KINDS
+        if run.kinds[kind]
+    )
+    lines = [f"<h3>{text(run.engine)}</h3>"]
+    if run.report is None:
+        lines.append('<p class="small"><b>Not run.</b></p>')
+    else:
+        versions = run.report["versions"]
+        own = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
+        seconds = round(run.report["wall_seconds"])
+        lines.append(f'<p class="soft small">{text(own)}; {seconds} s</p>')
+        lines.append(f'<ul class="counts">{counts}</ul>')
+    if run.reason:
+        lines.append(f'<p class="small">{text(run.reason)}</p>')
+    return f'<article class="engine">{"".join(lines)}</article>'
+
+
+def _matrix(ran: Sequence[EngineRun], names: Iterable[str], descriptions: Mapping[str, str]) -> str:
+    heads = "".join(f'<th scope="col">{text(run.engine)}</th>' for run in ran)
+    rows = []
+    for row, name in enumerate(names):
+        cells = "".join(_cell(run, name, f"d{row}-{at}") for at, run in enumerate(ran))
+        said = descriptions.get(name, "")
+        rows.append(
+            f'<tr><th scope="row"><b>{text(name)}</b><span>{text(said)}</span></th>{cells}</tr>'
+        )
+    return (
+        '<table class="matrix"><caption>A cell has the number of judged cases and the worst '
+        "error over the allowed one (at most 1 passes). It opens what is behind it.</caption>"
+        f'<thead><tr><th scope="col">property</th>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _cell(run: EngineRun, name: str, anchor: str) -> str:
+    entry = run.properties.get(name)
+    kind = kind_of(entry)
+    judged = 0 if entry is None else entry["judged"]
+    margin = None if entry is None else entry["worst_margin"]
+    shown = "" if margin is None else f"{margin:.3g}" if is_finite(margin) else "not finite"
+    spoken = f"{run.engine}, {name}: {TITLES[kind]}, {judged} cases judged"
+    count = str(judged) if judged else ""
+    known = 0 if entry is None else sum(entry["known_issue"].values())
+    below = " · ".join(filter(None, (f"{known} known" if known else "", shown)))
+    return (
+        f'<td><button type="button" class="cell {kind}" popovertarget="{anchor}" '
+        f'aria-label="{text(spoken)}"><span class="who">{text(run.engine)}</span>'
+        f'<b><span aria-hidden="true">{MARKS[kind]}</span> {count}</b>'
+        f"<small>{text(below)}</small></button>"
+        f"{cell_details(run, name, anchor)}</td>"
+    )
+
+
+def _issues(ran: Sequence[EngineRun]) -> str:
+    rows = []
+    for run in ran:
+        assert run.report is not None
+        for issue in run.report["known_issues"]:
+            found = ", ".join(f"{name}: {count}" for name, count in issue["found_by"].items())
+            gone = " It no longer shows." if issue["fixed"] else ""
+            rows.append(
+                f"<tr><td><b>{text(run.engine)}</b></td>"
+                f"<td>{text(issue['reason'])}.{gone}<br>"
+                f'<span class="small">{link(issue["reference"], issue["id"])}</span></td>'
+                f"<td>{issue['cases']}</td>"
+                f'<td class="small soft">{text(found) or "not met in this session"}</td></tr>'
+            )
+    if not rows:
+        return "<p>None of these engines has any.</p>"
+    return (
+        '<table class="issues"><thead><tr><th scope="col">engine</th><th scope="col">what</th>'
+        '<th scope="col">cases</th><th scope="col">found by</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _foot(ran: Sequence[EngineRun]) -> str:
+    seeds = ", ".join(f"{run.engine} {run.report['seed']}" for run in ran if run.report is not None)
+    return (
+        f'<footer class="soft small"><p>Seeds: {text(seeds)}. '
+        "To repeat a session: <code>pytest properties/ --engine NAME --hypothesis-seed SEED"
+        "</code>.</p></footer></body></html>"
+    )
