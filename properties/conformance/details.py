@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from properties.conformance.markup import TITLES, link, text
+from properties.conformance.markup import TITLES, cases, link, text
 from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
 
 
@@ -13,7 +13,8 @@ def cell_details(run: EngineRun, name: str, anchor: str) -> str:
     """The popover of one property of one engine."""
     entry = run.properties.get(name)
     kind = kind_of(entry)
-    body = [f"<p>{text(KINDS[kind])}.</p>"]
+    meaning = KINDS[kind]
+    body = [f"<p>{text(meaning[0].upper() + meaning[1:])}.</p>"]
     if entry is not None:
         body += [_counts(entry), _reasons(entry["not_applicable"]), _known(run, entry)]
         body += [_failure(failure) for failure in entry["failures"]]
@@ -30,7 +31,6 @@ def cell_details(run: EngineRun, name: str, anchor: str) -> str:
 def _counts(entry: dict[str, Any]) -> str:
     known = sum(entry["known_issue"].values())
     counts = {
-        "cases drawn": entry["drawn"],
         "passed": entry["judged"] - entry["failed"] - known,
         "known issue": known,
         "failed": entry["failed"],
@@ -40,7 +40,7 @@ def _counts(entry: dict[str, Any]) -> str:
     sentence = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     worlds = entry["cases_per_world_size"]
     ranks = ", ".join(f"{count} on {size} ranks" for size, count in worlds.items())
-    lines = [f"<p>{sentence}.</p>"]
+    lines = [f"<p>{cases(entry['drawn'])} drawn: {sentence}.</p>"]
     if ranks:
         lines.append(f'<p class="soft small">{text(ranks)}; {entry["seconds"]} s</p>')
     if entry["worst_margin"] is not None:
@@ -57,7 +57,7 @@ def _reasons(reasons: Mapping[str, int]) -> str:
     if not reasons:
         return ""
     items = "".join(
-        f"<li>{count} {'case' if count == 1 else 'cases'}: {text(reason)}</li>"
+        f"<li>{cases(count)}: {text(reason)}</li>"
         for reason, count in sorted(reasons.items(), key=lambda item: -item[1])
     )
     return f'<h3>Not applicable</h3><ul class="reasons">{items}</ul>'
@@ -67,7 +67,7 @@ def _known(run: EngineRun, entry: dict[str, Any]) -> str:
     assert run.report is not None
     issues = {issue["id"]: issue for issue in run.report["known_issues"]}
     items = "".join(
-        f"<li>{count} {'case' if count == 1 else 'cases'}: "
+        f"<li>{cases(count)}: "
         f"{text(issues[name]['reason'])} ({link(issues[name]['reference'], name)})</li>"
         for name, count in entry["known_issue"].items()
     )

@@ -43,3 +43,8 @@ def link(reference: str, label: str) -> str:
     if _PROJECT_FILE.fullmatch(reference) and ".." not in reference:
         return f'<a href="{_UP}{text(reference)}">{text(label)}</a>'
     return f"{text(label)} ({text(reference)})"
+
+
+def cases(count: int) -> str:
+    """So many cases, in words."""
+    return f"{count:,} {'case' if count == 1 else 'cases'}"

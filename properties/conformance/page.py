@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from properties.conformance.details import cell_details
-from properties.conformance.markup import MARKS, TITLES, link, text
+from properties.conformance.markup import MARKS, TITLES, cases, link, text
 from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
 
+_SMALL = 0.001
 _STYLE = Path(__file__).with_name("style.css")
 
 
@@ -24,24 +25,25 @@ def page(runs: Sequence[EngineRun], descriptions: Mapping[str, str]) -> str:
     names = list(descriptions)
     names += sorted({name for run in runs for name in run.properties} - set(names))
     ran = [run for run in runs if run.report is not None]
+    common = _common_versions(ran)
     parts = [
         _head(ran),
         '<main><section aria-labelledby="engines"><h2 id="engines">Engines</h2>',
         '<div class="engines">',
-        *map(_engine, runs),
+        *(_engine(run, common) for run in runs),
         '</div></section><section aria-labelledby="matrix"><h2 id="matrix">Properties</h2>',
         _matrix(ran, names, descriptions) if ran else "<p>No engine was run.</p>",
         '</section><section aria-labelledby="issues"><h2 id="issues">Known issues</h2>',
         _issues(ran),
         "</section></main>",
-        _foot(ran),
+        _foot(ran, common),
     ]
     return "\n".join(parts) + "\n"
 
 
 def _head(ran: Sequence[EngineRun]) -> str:
     reports = [run.report for run in ran if run.report is not None]
-    cases = sum(entry["judged"] for run in ran for entry in run.properties.values())
+    judged = sum(entry["judged"] for run in ran for entry in run.properties.values())
     how = {(report["profile"], report["device"]) for report in reports}
     told = "; ".join(f"profile {profile}, device {device}" for profile, device in sorted(how))
     legend = "".join(
@@ -56,13 +58,19 @@ def _head(ran: Sequence[EngineRun]) -> str:
         f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
         "<h1>Conformance of FSDP training engines</h1>"
         "<p>Sharding must not change training. "
-        f"{len(ran)} engines, {cases:,} cases judged on real ranks. "
+        f"{len(ran)} engines, {judged:,} cases judged on real ranks. "
         f'<span class="soft">{text(told)}</span></p>'
         f'<ul class="legend">{legend}</ul></header>'
     )
 
 
-def _engine(run: EngineRun) -> str:
+def _common_versions(ran: Sequence[EngineRun]) -> dict[str, str]:
+    """What all sessions had the same: the page says it once."""
+    versions = [run.report["versions"].items() for run in ran if run.report is not None]
+    return dict(set.intersection(*map(set, versions))) if versions else {}
+
+
+def _engine(run: EngineRun, common: Mapping[str, str]) -> str:
     counts = "".join(
         f'<li class="{kind}"><span aria-hidden="true">{MARKS[kind]}</span> '
         f"{run.kinds[kind]} {TITLES[kind]}</li>"
@@ -73,11 +81,17 @@ def _engine(run: EngineRun) -> str:
     if run.report is None:
         lines.append('<p class="small"><b>Not run.</b></p>')
     else:
-        versions = run.report["versions"]
-        own = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
-        seconds = round(run.report["wall_seconds"])
-        lines.append(f'<p class="soft small">{text(own)}; {seconds} s</p>')
+        versions = run.report["versions"].items()
+        own = [f"{name} {number}" for name, number in sorted(versions) if name not in common]
+        told = ", ".join([*own, f"{round(run.report['wall_seconds'])} s"])
+        lines.append(f'<p class="soft small">{text(told)}</p>')
         lines.append(f'<ul class="counts">{counts}</ul>')
+        lacks = "; ".join(
+            " with ".join(f"{axis} {value}" for axis, value in lack.items())
+            for lack in run.report["lacks"]
+        )
+        if lacks:
+            lines.append(f'<p class="soft small">Drawn without {text(lacks)}</p>')
     if run.reason:
         lines.append(f'<p class="small">{text(run.reason)}</p>')
     return f'<article class="engine">{"".join(lines)}</article>'
@@ -85,18 +99,20 @@ def _engine(run: EngineRun) -> str:
 
 def _matrix(ran: Sequence[EngineRun], names: Iterable[str], descriptions: Mapping[str, str]) -> str:
     heads = "".join(f'<th scope="col">{text(run.engine)}</th>' for run in ran)
-    rows = []
+    rows, behind = [], []
     for row, name in enumerate(names):
         cells = "".join(_cell(run, name, f"d{row}-{at}") for at, run in enumerate(ran))
+        behind += [cell_details(run, name, f"d{row}-{at}") for at, run in enumerate(ran)]
         said = descriptions.get(name, "")
         rows.append(
             f'<tr><th scope="row"><b>{text(name)}</b><span>{text(said)}</span></th>{cells}</tr>'
         )
     return (
-        '<table class="matrix"><caption>A cell has the number of judged cases and the worst '
-        "error over the allowed one (at most 1 passes). It opens what is behind it.</caption>"
+        '<p class="soft" id="cells">A cell has the number of judged cases and the worst error over '
+        "the allowed one: at most 1 passes, <i>exact</i> allows none. It opens what is behind it."
+        '</p><table class="matrix" aria-describedby="cells">'
         f'<thead><tr><th scope="col">property</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<tbody>{''.join(rows)}</tbody></table>{''.join(behind)}"
     )
 
 
@@ -104,9 +120,8 @@ def _cell(run: EngineRun, name: str, anchor: str) -> str:
     entry = run.properties.get(name)
     kind = kind_of(entry)
     judged = 0 if entry is None else entry["judged"]
-    margin = None if entry is None else entry["worst_margin"]
-    shown = "" if margin is None else f"{margin:.3g}" if is_finite(margin) else "not finite"
-    spoken = f"{run.engine}, {name}: {TITLES[kind]}, {judged} cases judged"
+    shown = "" if entry is None else _margin(entry["worst_margin"], entry["margin_kind"])
+    spoken = f"{run.engine}, {name}: {TITLES[kind]}, {cases(judged)} judged"
     count = str(judged) if judged else ""
     known = 0 if entry is None else sum(entry["known_issue"].values())
     below = " · ".join(filter(None, (f"{known} known" if known else "", shown)))
@@ -114,9 +129,18 @@ def _cell(run: EngineRun, name: str, anchor: str) -> str:
         f'<td><button type="button" class="cell {kind}" popovertarget="{anchor}" '
         f'aria-label="{text(spoken)}"><span class="who">{text(run.engine)}</span>'
         f'<b><span aria-hidden="true">{MARKS[kind]}</span> {count}</b>'
-        f"<small>{text(below)}</small></button>"
-        f"{cell_details(run, name, anchor)}</td>"
+        f"<small>{text(below)}</small></button></td>"
     )
+
+
+def _margin(margin: float | None, kind: str) -> str:
+    if margin is None:
+        return ""
+    if kind == "exact" and margin == 0:
+        return "exact"
+    if not is_finite(margin):
+        return "not finite"
+    return f"{margin:.2g}" if margin >= _SMALL else f"< {_SMALL}"
 
 
 def _issues(ran: Sequence[EngineRun]) -> str:
@@ -142,10 +166,12 @@ def _issues(ran: Sequence[EngineRun]) -> str:
     )
 
 
-def _foot(ran: Sequence[EngineRun]) -> str:
+def _foot(ran: Sequence[EngineRun], common: Mapping[str, str]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(common.items()))
     seeds = ", ".join(f"{run.engine} {run.report['seed']}" for run in ran if run.report is not None)
     return (
-        f'<footer class="soft small"><p>Seeds: {text(seeds)}. '
+        f'<footer class="soft small"><p>All with {text(versions) or "versions of their own"}.</p>'
+        f"<p>Seeds: {text(seeds)}. "
         "To repeat a session: <code>pytest properties/ --engine NAME --hypothesis-seed SEED"
         "</code>.</p></footer></body></html>"
     )
