@@ -223,9 +223,9 @@ def within(rows: Iterable[Axes], lacks: Collection[Mapping[str, str]]) -> tuple[
     for row in rows:
         nearest: Axes | None = row
         for lack in lacks:
-            if nearest is not None and _lacking(nearest, (lack,)):
+            if nearest is not None and is_lacking(nearest, (lack,)):
                 nearest = _nearest_within(nearest, lack, lacks)
-        if nearest is not None and not _lacking(nearest, lacks):
+        if nearest is not None and not is_lacking(nearest, lacks):
             kept[nearest] = None
     return tuple(kept)
 
@@ -234,13 +234,14 @@ def _nearest_within(
     row: Axes, lack: Mapping[str, str], lacks: Collection[Mapping[str, str]]
 ) -> Axes | None:
     others = [dataclasses.replace(row, **{axis: value}) for axis in lack for value in FACTORS[axis]]
-    possible = [other for other in others if is_possible(other) and not _lacking(other, (lack,))]
-    return next((other for other in possible if not _lacking(other, lacks)), None) or next(
+    possible = [other for other in others if is_possible(other) and not is_lacking(other, (lack,))]
+    return next((other for other in possible if not is_lacking(other, lacks)), None) or next(
         iter(possible), None
     )
 
 
-def _lacking(row: Axes, lacks: Collection[Mapping[str, str]]) -> bool:
+def is_lacking(row: Axes, lacks: Collection[Mapping[str, str]]) -> bool:
+    """Whether the row has all values of some combination that an engine lacks."""
     return any(lack.items() <= dict(row.items()).items() for lack in lacks)
 
 

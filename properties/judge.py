@@ -21,6 +21,7 @@ from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable
 from properties.catalog import Check, property_id
+from properties.covering import axes_of, is_lacking
 from properties.failure import described
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
@@ -83,8 +84,9 @@ class _Judged:
 class Judge:
     """Judges the cases of one test.
 
-    `tallies` counts by property, `hangs` over all tests. A case that did not pass keeps its
-    message, so that the search sees the same end when it comes back to it.
+    `tallies` counts by property, `hangs` over all tests; `lacks` is where the engine says that no
+    case applies to it. A case that did not pass keeps its message, so that the search sees the same
+    end when it comes back to it.
     """
 
     worlds: Worlds
@@ -93,6 +95,7 @@ class Judge:
     known_issues: tuple[KnownIssue, ...]
     hangs: Hangs
     device: str = "cpu"
+    lacks: tuple[dict[str, str], ...] = ()
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
@@ -221,7 +224,13 @@ class Judge:
     def _run(self, check: Check, case: Case, name: str, run: Run) -> _Judged:
         """The case's end in a world, held against the known issues."""
         watched = Watched(run)
-        ending = ending_of(check, case, watched)
+        try:
+            ending = ending_of(check, case, watched)
+        except UnsupportedCase as error:
+            row = axes_of(watched.cases[-1])
+            if row is not None and is_lacking(row, self.lacks):
+                raise NotOffered(str(error)) from error
+            raise
         issues, ran = self.known_issues, watched.cases
         match ending.verdict.outcome:
             case "pass":

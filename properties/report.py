@@ -123,7 +123,7 @@ class Tally:
     @property
     def unsatisfiable(self) -> bool:
         """Whether the engine refused every case there was."""
-        return self.verdict == "not_applicable" and self.refused_by_engine > 0
+        return 0 < self.refused_by_engine == self.drawn
 
     def to_plain(self) -> dict[str, Any]:
         """As values that any process can send and `from_plain` reads."""

@@ -61,8 +61,10 @@ def main():
     if "FSDP" in name:
         print(f"FIXED: {name}, {elements} elements on a rank")
         return 0
-    print(f"REPRODUCED: {name} ({kind}), all {elements} elements on every rank, and no warning; "
-          f"control {control[0]}, {control[2]} elements")
+    print(
+        f"REPRODUCED: {name} ({kind}), all {elements} elements on every rank, and no warning; "
+        f"control {control[0]}, {control[2]} elements"
+    )
     return 1
 
 

@@ -1,8 +1,9 @@
 """Lightning Fabric, FSDP2: behind `no_backward_sync(model, enabled=False)` nothing is reduced.
 
-`_FSDPNoSync.__exit__` sets the sync flag to `enabled` where it should set it to what it was: leaving
-a context that skips nothing turns synchronisation off. The next backward outside of a context
-leaves every gradient None, on every rank, and a step moves nothing. Control: the same batch before.
+`_FSDPNoSync.__exit__` sets the sync flag to `enabled` where it should set it to what it was:
+leaving a context that skips nothing turns synchronisation off. The next backward outside of a
+context leaves every gradient None on every rank, and a step moves nothing. Control: the same
+batch before.
 Exit code 0: fixed, 1: reproduced, 2: could not run. Needs torch and lightning-fabric.
 """
 

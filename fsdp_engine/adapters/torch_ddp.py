@@ -21,11 +21,12 @@ from fsdp_engine.adapters.plain_loop import PlainTrainee
 from fsdp_engine.adapters.torch_fsdp import full_copies, no_size_option, no_strategy_names, refusal
 from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Export
 from fsdp_engine.contract.case import Case, Scalar
-from fsdp_engine.contract.observation import Level, Numerics
+from fsdp_engine.contract.observation import Level, Numerics, Unit
 from fsdp_engine.contract.protocol import Capabilities, RankContext
-from fsdp_engine.workload.models import build_model, module_arguments
+from fsdp_engine.workload.models import build_model, module_arguments, parameter_names
 
-_LEFT_OUT = ("restore", "freeze", "unfreeze", *CHECKPOINT_ACTIONS)
+_LEFT_OUT = ("interrupt", "restore", "freeze", "unfreeze", *CHECKPOINT_ACTIONS)
+"""DDP orders its buckets behind the first batch, and learns only once what trains."""
 
 
 class TorchDdp:
@@ -52,6 +53,8 @@ class TorchDdp:
     def supports(self, case: Case) -> str | None:
         if case.mesh.ndim == 1 or case.mesh.shards > 1:
             return "DDP does not shard: it has meshes of replicas alone"
+        if case.mesh.replicas & (case.mesh.replicas - 1):
+            return "DDP multiplies by the reciprocal of the replicas: judged where that is exact"
         if case.dtypes.mixed:
             return "DDP casts nothing"
         if not case.engine.deferred:
@@ -61,10 +64,13 @@ class TorchDdp:
         return refusal("fsdp2", case)
 
     def numerics(self, case: Case) -> Numerics:
-        """One sum over the replicas, divided before; nothing is cast, the norm is torch's."""
+        """One sum over the replicas, divided before, of all parameters; torch's norm."""
         size = case.mesh.replicas
         level = Level(axis="replicate", size=size, before=float(size))
-        return dataclasses.replace(fsdp1_numerics(case), levels=(level,), semantics="")
+        whole = Unit(name="", parameters=parameter_names(case.model))
+        return dataclasses.replace(
+            fsdp1_numerics(case), levels=(level,), units=(whole,), semantics=""
+        )
 
     def defaults(self) -> dict[str, dict[str, Scalar]]:
         return {}
