@@ -36,6 +36,7 @@ from fsdp_engine.adapters.torch_fsdp import (
 )
 from fsdp_engine.contract.actions import ACTIONS
 from fsdp_engine.contract.case import Case, Scalar
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
 from fsdp_engine.workload.models import build_model, module_arguments, unit_names
@@ -76,6 +77,9 @@ class Lightning:
         return no_strategy_names(mesh_ndim, zero3=zero3)
 
     def build(self, case: Case, rank: RankContext) -> LightningTrainee:
+        if rank.device != "cpu":
+            raise UnsupportedCase(f"Fabric knows no device {rank.device}")
+
         def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             return _sharded(module, mesh["data_parallel"], case)
 

@@ -223,7 +223,8 @@ class Engine(Protocol):
     def build(self, case: Case, rank: RankContext) -> Trainee:
         """Build the trainee from `workload.models.build_model(case)`.
 
-        Raises `ConfigError` before any collective, on every rank, for a refused configuration.
+        Raises `ConfigError` before any collective, on every rank, for a refused configuration, and
+        so `UnsupportedCase` where the engine cannot run on the rank's device.
         """
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fsdp_engine.contract.actions import ABILITIES, ability_for
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import RankObservation
 from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
 from fsdp_engine.torch_private.caches import forget_meshes
@@ -82,9 +83,7 @@ def serve(
                 recorder = Recorder(command.case.mesh, rank, log, device)
                 _answer_with(commands, _run(engine, command, tap, recorder, device))
             case wire.EndCase():
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                forget_meshes()
+                _leave()
                 gc.collect()
 
 
@@ -118,6 +117,9 @@ def _run(
         )
         with tap.listening(recorder):
             observation = _observe(engine, case, context, recorder, device)
+    except UnsupportedCase as error:
+        _leave()
+        return wire.Unsupported(reason=str(error), offered=False)
     except BaseException as error:
         return _failed(error, num_collectives=recorder.num_collectives)
     return wire.Done(numerics=numerics, observation=observation)
@@ -151,6 +153,12 @@ def _join(store: str, case: Case, rank: int, device: Device) -> None:
     dist.init_process_group(
         device.backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_meshes()
 
 
 def _failed(error: BaseException, *, num_collectives: int) -> wire.Failed:
