@@ -21,9 +21,10 @@ from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable
 from properties.catalog import Check, property_id
-from properties.covering import axes_of, is_lacking
+from properties.covering import axes_of
 from properties.failure import described
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
+from properties.narrowing import is_lacking
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
 from properties.repro import remove_repro, repro_path, source_of, write_repro

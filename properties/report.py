@@ -11,7 +11,6 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -260,7 +259,7 @@ class Report:
     def unsatisfiable(self) -> list[str]:
         """One line for every property of which the engine refused all cases."""
         return [
-            f"property {name}: every case was refused: {_most_common(tally.not_applicable)}"
+            f"property {name}: every case was refused: {'; '.join([*tally.not_applicable][:3])}"
             for name, tally in sorted(self.tallies.items())
             if tally.unsatisfiable
         ]
@@ -298,7 +297,3 @@ def _line(name: str, tally: Tally) -> tuple[str, ...]:
         margin += f" ({tally.margin_kind})"
     verdict = tally.verdict.replace("_", " ")
     return (name, verdict, str(tally.judged), worlds or "-", margin, f"{tally.seconds:.1f}")
-
-
-def _most_common(reasons: Iterable[str]) -> str:
-    return "; ".join(list(dict.fromkeys(reasons))[:3])

@@ -20,8 +20,9 @@ import pytest
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
-from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied, within
+from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
+from properties.narrowing import within
 from properties.profiles import Profile, settings_of
 from properties.strategies.regions import is_small
 

@@ -20,8 +20,8 @@ from properties.covering import (
     pairs_judged,
     spread,
     varied,
-    within,
 )
+from properties.narrowing import within
 from properties.profiles import PROFILES, Profile
 from properties.strategies.cases import any_cases
 from properties.strategies.tables import one_case
