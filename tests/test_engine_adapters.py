@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeAlias, cast
 
 import pytest
@@ -23,8 +24,11 @@ from oracles.evaluation import Evaluator
 from oracles.records import train_actions
 from properties.catalog import load_check
 from properties.covering import Axes
+from properties.judge import Hangs, Judge
+from properties.known_issues import KNOWN_ISSUES
 from properties.outcome import ending_of
 from properties.strategies.cases import exact_cases
+from tests.known_issue_cases import SHOWN
 from tests.world_cases import world_case
 
 LIBRARIES = {"torch_ddp": "torch", "accelerate": "accelerate", "lightning": "lightning_fabric"}
@@ -112,6 +116,38 @@ def test_a_language_model_keeps_its_bounds(pools: Pools, name: str) -> None:
     for judged in (name, "reference"):
         verdict = ending_of(load_check("gradient-matches-oracle"), case, pools[judged]).verdict
         assert verdict.passed, verdict.mismatches[:3]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_accelerate_shards_a_language_model_in_the_units_it_is_said_to(
+    pools: Pools, lora_rank: int, *, tied: bool
+) -> None:
+    """Embedding and head are units of their own there, an adapter hides the last norm."""
+    _engine("accelerate")
+    model = Model(family="llama", width=8, hidden=6, vocab=11, tied=tied, lora_rank=lora_rank)
+    case = world_case("fsdp2", model=model)
+    for name in ("every-unit-is-reduced", "gradient-matches-oracle"):
+        verdict = ending_of(load_check(name), case, pools["accelerate"]).verdict
+        assert verdict.passed, (name, verdict.mismatches[:3])
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_what_torch_gets_wrong_shows_through_and_is_known(
+    pools: Pools, tmp_path: Path, name: str
+) -> None:
+    _engine(name)
+    (shown,) = (one for one in SHOWN if one.id == "fsdp2-restore-while-gathered")
+    judge = Judge(
+        worlds=pools[name],
+        engine=name,
+        repro_folder=tmp_path,
+        known_issues=KNOWN_ISSUES,
+        hangs=Hangs(),
+    )
+    judge(load_check(shown.found_by), shown.case)
+    (tally,) = judge.tallies.values()
+    assert tally.known_issue == {shown.id: 1}
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
