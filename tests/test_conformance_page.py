@@ -13,7 +13,7 @@ import pytest
 from fsdp_engine.contract.case import Case, Mesh
 from oracles.verdict import Mismatch, failing, passing
 from properties.catalog import PROPERTIES
-from properties.conformance.__main__ import descriptions, read_run
+from properties.conformance.__main__ import descriptions, main, read_run
 from properties.conformance.details import mesh_picture, timeline
 from properties.conformance.markup import MARKS, TITLES, link
 from properties.conformance.page import page
@@ -142,6 +142,19 @@ def test_a_failing_case_is_told_in_full() -> None:
     assert "strategy fsdp1 with mesh grid" in html
 
 
+def test_an_issue_of_several_engines_is_told_once() -> None:
+    html = page([_run(), _run(EVIL)], dict.fromkeys(TALLIES, ""))
+    section = html[html.index('id="issues"') :]
+    assert section.count("so it is.") == 1
+    assert section.count("2 cases (p-known 2)") == 2
+    assert section.count(ISSUE.reference) == 1
+    clean: dict[str, Any] = {"known_issues": [], "properties": []}
+    report = _run().report
+    assert report is not None
+    none = page([EngineRun(engine="fake", report=report | clean)], {})
+    assert "None of these engines has any." in none
+
+
 def test_an_engine_that_was_not_run_is_listed_with_the_reason() -> None:
     gone = EngineRun(engine="gone", reason="there is no module gone", exit_code=4)
     html = page([_run(), gone], dict.fromkeys(TALLIES, ""))
@@ -208,3 +221,17 @@ def test_every_property_has_a_sentence() -> None:
     assert list(descriptions()) == list(PROPERTIES)
     assert all(descriptions().values())
     assert kind_of(None) == "not_run"
+
+
+def test_an_engine_is_run_and_the_page_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole command, over one test of a real engine."""
+    monkeypatch.chdir(tmp_path)
+    few = ["-n", "0", "-k", "strategy_is_total", "-p", "no:cacheprovider"]
+    code = main(["--profile", "smoke", "--engines", "torch_fsdp2", "--out", "page", "--", *few])
+    assert code == 0
+    (run,) = from_json(Path("page", "report.json").read_text())
+    assert run.properties["strategy-is-total"]["verdict"] == "pass"
+    html = Path("page", "report.html").read_text()
+    assert "torch_fsdp2, strategy-is-total: pass, 1 case judged" in html

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from torch import Tensor, equal
 
+from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.contract.actions import Infer, Load, Save, Train
-from fsdp_engine.contract.case import Case, EngineOptions
+from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions
 from fsdp_engine.contract.errors import EngineLoadError, NotOffered, UnsupportedCase
 from fsdp_engine.contract.model import Model
+from fsdp_engine.contract.observation import Level
 from fsdp_engine.contract.protocol import Engine
 from fsdp_engine.world.pool import WorldPool
 from fsdp_engine.world.registry import OPTIONAL, load_engine
@@ -167,6 +169,23 @@ def test_what_is_lacking_is_refused_in_words(name: str) -> None:
     yaml = EngineOptions(config_source="yaml", deferred=True)
     mesh = (2, 1) if name == "torch_ddp" else (2,)
     assert "configuration" in str(engine.supports(world_case("fsdp2", mesh=mesh, engine=yaml)))
+
+
+@pytest.mark.parametrize("policy", DTYPE_POLICIES)
+def test_nothing_wider_than_torch_computes_is_declared(policy: str) -> None:
+    dtypes = DTYPE_POLICIES[policy]
+    for name in set(INSTALLED) - {"torch_ddp"}:
+        for deferred in (False, True):
+            two = world_case("fsdp2", dtypes=dtypes, deferred=deferred)
+            assert load_engine(name).numerics(two) == fsdp2_numerics(two)
+            one = world_case("fsdp1", dtypes=dtypes, deferred=deferred)
+            assert name == "lightning" or load_engine(name).numerics(one) == fsdp1_numerics(one)
+
+
+def test_the_control_sums_once_over_all_replicas() -> None:
+    numerics = load_engine("torch_ddp").numerics(world_case("fsdp2", mesh=(4, 1), deferred=True))
+    assert numerics.levels == (Level(axis="replicate", size=4, before=4.0),)
+    assert [unit.name for unit in numerics.units] == [""]
 
 
 def test_an_action_or_ability_that_is_not_offered_is_no_refusal_of_the_engine(pools: Pools) -> None:

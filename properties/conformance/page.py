@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from properties.conformance.details import cell_details
 from properties.conformance.markup import MARKS, TITLES, cases, link, text
@@ -144,25 +145,39 @@ def _margin(margin: float | None, kind: str) -> str:
 
 
 def _issues(ran: Sequence[EngineRun]) -> str:
-    rows = []
+    """One row for every issue, those that were met first."""
+    entries: dict[str, dict[str, dict[str, Any]]] = {}
     for run in ran:
         assert run.report is not None
         for issue in run.report["known_issues"]:
-            found = ", ".join(f"{name}: {count}" for name, count in issue["found_by"].items())
-            gone = " It no longer shows." if issue["fixed"] else ""
-            rows.append(
-                f"<tr><td><b>{text(run.engine)}</b></td>"
-                f"<td>{text(issue['reason'])}.{gone}<br>"
-                f'<span class="small">{link(issue["reference"], issue["id"])}</span></td>'
-                f"<td>{issue['cases']}</td>"
-                f'<td class="small soft">{text(found) or "not met in this session"}</td></tr>'
-            )
-    if not rows:
+            entries.setdefault(issue["id"], {})[run.engine] = issue
+    if not entries:
         return "<p>None of these engines has any.</p>"
+    ordered = sorted(entries.values(), key=lambda found: not any(map(_was_met, found.values())))
     return (
-        '<table class="issues"><thead><tr><th scope="col">engine</th><th scope="col">what</th>'
-        '<th scope="col">cases</th><th scope="col">found by</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        '<table class="issues"><thead><tr><th scope="col">what</th>'
+        '<th scope="col">where it shows</th></tr></thead>'
+        f"<tbody>{''.join(map(_issue, ordered))}</tbody></table>"
+    )
+
+
+def _was_met(issue: Mapping[str, Any]) -> bool:
+    return bool(issue["cases"] or issue["fixed"])
+
+
+def _issue(found: Mapping[str, Mapping[str, Any]]) -> str:
+    issue = next(iter(found.values()))
+    lines = []
+    for engine, own in found.items():
+        by = ", ".join(f"{name} {count}" for name, count in own["found_by"].items())
+        told = f"{cases(own['cases'])} ({by})" if own["cases"] else "not met"
+        gone = "; <b>no longer shows</b>" if own["fixed"] else ""
+        soft = "" if _was_met(own) else ' class="soft"'
+        lines.append(f"<li{soft}><b>{text(engine)}</b>: {text(told)}{gone}</li>")
+    return (
+        f"<tr><td>{text(issue['reason'])}.<br>"
+        f'<span class="small">{link(issue["reference"], issue["id"])}</span></td>'
+        f'<td><ul class="where">{"".join(lines)}</ul></td></tr>'
     )
 
 
