@@ -201,6 +201,17 @@ def test_an_action_or_ability_that_is_not_offered_is_no_refusal_of_the_engine(po
     assert not isinstance(refused.value, NotOffered)
 
 
+def test_a_device_that_is_declined_while_building_leaves_the_world_whole() -> None:
+    with WorldPool("tests.engines.for_judging:DeclinesOddSeeds") as pool:
+        for seed in (1, 2, 3, 4):
+            case = world_case("fsdp2", seed=seed)
+            if seed % 2:
+                with pytest.raises(NotOffered, match=f"no seed {seed} on cpu"):
+                    pool(case)
+            else:
+                assert len(pool(case).ranks) == 2
+
+
 def test_an_engine_whose_library_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
