@@ -1,4 +1,4 @@
-"""Scripts of findings stand alone: short, without this project, told in the file of their engine."""
+"""Scripts of findings stand alone: short, without this project, told in their engine's file."""
 
 from __future__ import annotations
 
