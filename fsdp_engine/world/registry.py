@@ -18,10 +18,18 @@ BUILT_IN: dict[str, str] = {
 }
 """The engines that come with a checkout; installed packages register more in `GROUP`."""
 
+OPTIONAL: dict[str, str] = {
+    "torch_ddp": "fsdp_engine.adapters.torch_ddp:TorchDdp",
+    "accelerate": "fsdp_engine.adapters.accelerate:Accelerate",
+    "lightning": "fsdp_engine.adapters.lightning:Lightning",
+}
+"""The same for engines that are imported when they are asked for: most need an extra of their name.
+"""
+
 
 def registered() -> dict[str, str]:
     """Short name to `package.module:Class`, of everything installed."""
-    return BUILT_IN | {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return BUILT_IN | OPTIONAL | {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
 def load_engine(name: str) -> Engine:
@@ -31,7 +39,8 @@ def load_engine(name: str) -> Engine:
         EngineLoadError: no such name, module or class. What the engine's own import or constructor
             raises is left as it is, for its traceback.
     """
-    path = name if ":" in name else BUILT_IN.get(name) or registered().get(name)
+    own = BUILT_IN | OPTIONAL
+    path = name if ":" in name else own.get(name) or registered().get(name)
     if path is None:
         raise EngineLoadError(
             f"unknown engine {name!r}; legal is package.module:Class or one of "
@@ -43,6 +52,11 @@ def load_engine(name: str) -> Engine:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise EngineLoadError(f"engine {name!r}: there is no module {error.name}") from error
+        if name in OPTIONAL:
+            extra = f"pip install 'fsdp-properties[{name}]'"
+            raise EngineLoadError(
+                f"engine {name!r}: {error.name} is not installed; {extra}"
+            ) from error
         raise
     if not hasattr(module, class_name):
         raise EngineLoadError(f"engine {name!r}: {module_name} has no class {class_name!r}")
