@@ -19,13 +19,15 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable
+from properties import trusted
 from properties.catalog import Check, property_id
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
+from properties.message import MAX_MISMATCHES, failure_message
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
-from properties.repro import remove_repro, repro_path, source_of, write_repro
+from properties.repro import remove_repro, repro_path, write_repro
+from properties.trusted import Rations
 
-MAX_MISMATCHES = 5
 MAX_HANGS = 3
 """Cases that may hang in one test: each costs two deadlines. The search ends after them."""
 
@@ -50,8 +52,12 @@ def failure_class(name: str, how: str) -> type[PropertyFailure]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
+    """`ending` is what a script is to show: None for what is no ending of the case's own."""
+
     kind: type[PropertyFailure]
     message: str
+    how: str
+    ending: Ending | None
 
 
 @dataclass(slots=True)
@@ -85,9 +91,11 @@ class Judge:
     known_issues: tuple[KnownIssue, ...]
     hangs: Hangs
     device: str = "cpu"
+    rations: Rations | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
+    _last: tuple[Check, Case] | None = None
     _hangs: int = 0
 
     def __repr__(self) -> str:
@@ -110,8 +118,50 @@ class Judge:
         if failure is not None:
             self._failures[key] = failure
             self._keep_only(name, case)
+            self._last = (check, case)
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
+
+    def settled(self, error: PropertyFailure) -> PropertyFailure:
+        """The failure a search ended with, of its simplest case and with a script that was run.
+
+        The same one where `rations` have none left for it: the first of a kind has all.
+        """
+        assert self._last is not None
+        check, case = self._last
+        name = property_id(check)
+        failed = self._failures[name, case_id(case)]
+        if self.rations is None or failed.ending is None or not self.rations.take(name, failed.how):
+            return error
+        failure = trusted.Failure(
+            case=case,
+            name=name,
+            ending=failed.ending,
+            engine=self.engine,
+            device=self.device,
+            folder=self.repro_folder,
+        )
+
+        def look(candidate: Case) -> Ending | None:
+            try:
+                judged = self._run(check, candidate, name, self.worlds)
+            except UnsupportedCase:
+                return None
+            return None if judged.issue or judged.fixed else judged.ending
+
+        shown = trusted.trusted(failure, look, self.worlds)
+        if self._kept[name] != shown.path:
+            remove_repro(self._kept[name])
+        message = failure_message(
+            shown.case,
+            shown.verdict,
+            name=name,
+            engine=self.engine,
+            device=self.device,
+            path=shown.path,
+            script=shown.script,
+        )
+        return type(error)(message)
 
     def _judged(self, check: Check, case: Case, name: str) -> _Failure | None:
         tally = self.tallies.setdefault(name, Tally())
@@ -155,7 +205,13 @@ class Judge:
         message = failure_message(
             case, verdict, name=name, engine=self.engine, device=self.device, path=path
         )
-        return _Failure(kind=failure_class(name, how), message=message)
+        own = how in {"Failed", "Died", "Hung"} or how.startswith("Raised")
+        return _Failure(
+            kind=failure_class(name, how),
+            message=message,
+            how=how,
+            ending=judged.ending if own else None,
+        )
 
     def _keep_only(self, name: str, case: Case) -> None:
         """Write the files of the failure at hand; those of a search's larger cases go.
@@ -225,27 +281,6 @@ class Judge:
             if hung and issue.hits(case):
                 return issue
         return None
-
-
-def failure_message(
-    case: Case, verdict: Verdict, *, name: str, engine: str, path: Path, device: str = "cpu"
-) -> str:
-    """The verdict, the worst of what is wrong, the case as source, its file, the command last."""
-    shown = verdict.mismatches[:MAX_MISMATCHES]
-    more = len(verdict.mismatches) - len(shown)
-    lines = [f"{name}: {verdict.outcome} (engine {engine}, mesh {case.mesh.shape})"]
-    lines += [verdict.reason] if verdict.reason else []
-    lines += [f"  {mismatch}" for mismatch in shown]
-    lines += [f"  ... and {more} more"] if more else []
-    if verdict.margin is not None:
-        lines.append(f"margin: {verdict.margin:.4g} ({verdict.margin_kind}; at most 1 passes)")
-    lines += [
-        f"@example(case={source_of(case)})",
-        f"case file: {path}",
-        f"python -m properties.replay {path} --engine {engine}"
-        + (f" --device {device}" if device != "cpu" else ""),
-    ]
-    return "\n".join(lines)
 
 
 def _gone(issue: KnownIssue) -> Verdict:

@@ -167,6 +167,7 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
         repro_folder=Path(".repro"),
         known_issues=KNOWN_ISSUES,
         hangs=session.hangs,
+        rations=session.rations,
     )
     yield judging
     plain = {name: tally.to_plain() for name, tally in judging.tallies.items()}

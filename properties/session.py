@@ -21,6 +21,7 @@ from properties.probe import ProbedWorlds, probe
 from properties.profiles import PROFILES, Profile
 from properties.report import Report
 from properties.repro import read_case_file, read_text
+from properties.trusted import Rations
 
 WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
@@ -49,6 +50,7 @@ class Session:
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
         self.hangs = Hangs()
+        self.rations = Rations()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
         self._pool: WorldPool | None = None
