@@ -20,6 +20,7 @@ from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable
 from properties import trusted
+from properties.budget import Budget
 from properties.catalog import Check, property_id
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
 from properties.message import MAX_MISMATCHES, failure_message
@@ -92,6 +93,7 @@ class Judge:
     hangs: Hangs
     device: str = "cpu"
     rations: Rations | None = None
+    budget: Budget | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Judge:
         key = (name, case_id(case))
         failure = self._failures.get(key)
         if failure is None:
-            if self._hangs >= MAX_HANGS and hypothesis.currently_in_test_context():
+            if self._shrinks_no_more() and hypothesis.currently_in_test_context():
                 hypothesis.reject()
             failure = self._judged(check, case, name)
         if failure is not None:
@@ -121,6 +123,11 @@ class Judge:
             self._last = (check, case)
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
+
+    def _shrinks_no_more(self) -> bool:
+        """Whether what was found is enough: hangs are rationed, and so may time be."""
+        late = self.budget is not None and self.budget.is_over and bool(self._failures)
+        return self._hangs >= MAX_HANGS or late
 
     def settled(self, error: PropertyFailure) -> PropertyFailure:
         """The failure a search ended with, of its simplest case and with a script that was run.

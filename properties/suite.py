@@ -166,7 +166,8 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
     __tracebackhide__ = True
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
     with_settings = settings_of(search.profile, root=search.root, key=search.key)
-    searched = seeded(with_settings(hypothesis.given(case=cases)(test)))
+    # The settings last: a seed takes the database away, which is to be kept.
+    searched = with_settings(seeded(hypothesis.given(case=cases)(test)))
     failure: PropertyFailure | None = None
     with warnings.catch_warnings():
         # Hypothesis prints the arguments of a failure; its message has the case already.
