@@ -36,6 +36,10 @@ MAX_HANGS_OF_ALL = 12
 """Cases that may hang in one process; after them nothing is run any more."""
 
 
+MAX_SHRINK_S = 20.0
+"""How long after its first failure a search goes on; what is left is simplified behind it."""
+
+
 class PropertyFailure(AssertionError):
     """A property does not hold, or could not be judged, for a case."""
 
@@ -99,6 +103,7 @@ class Judge:
     _kept: dict[str, Path] = field(default_factory=dict)
     _last: tuple[Check, Case] | None = None
     _hangs: int = 0
+    _failed_at: float = 0.0
 
     def __repr__(self) -> str:
         return f"Judge(engine={self.engine!r})"
@@ -118,6 +123,7 @@ class Judge:
                 hypothesis.reject()
             failure = self._judged(check, case, name)
         if failure is not None:
+            self._failed_at = self._failed_at if self._failures else time.monotonic()
             self._failures[key] = failure
             self._keep_only(name, case)
             self._last = (check, case)
@@ -125,9 +131,10 @@ class Judge:
             raise failure.kind(failure.message)
 
     def _shrinks_no_more(self) -> bool:
-        """Whether what was found is enough: hangs are rationed, and so may time be."""
-        late = self.budget is not None and self.budget.is_over and bool(self._failures)
-        return self._hangs >= MAX_HANGS or late
+        """Whether what was found is enough: hangs are rationed, and so is time."""
+        over = self.budget is not None and self.budget.is_over
+        late = time.monotonic() - self._failed_at > MAX_SHRINK_S
+        return self._hangs >= MAX_HANGS or (bool(self._failures) and (over or late))
 
     def settled(self, error: PropertyFailure) -> PropertyFailure:
         """The failure a search ended with, of its simplest case and with a script that was run.

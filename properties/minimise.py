@@ -24,7 +24,7 @@ Seen: TypeAlias = Literal["fails", "passes", "otherwise"]
 Step: TypeAlias = tuple[str, Callable[[Case], Case]]
 """What is changed, in words, and the change."""
 
-MAX_SECONDS = 20.0
+MAX_SECONDS = 15.0
 _SHAPES = ((1,), (2,), (1, 2), (2, 1), (3,), (4,), (2, 2))
 
 

@@ -15,7 +15,7 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import CaseError, WorldError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
-from properties import profiles
+from properties import profiles, progress
 from properties.budget import in_order
 from properties.covering import Axes
 from properties.judge import Judge
@@ -90,6 +90,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     report = state.begin()
     config.pluginmanager.register(Reporter(report, state.report_path, state.budget))
+    if progress.is_wanted(config):
+        terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+        config.pluginmanager.register(progress.Progress(report, terminal))
     if config.getoption("tx", None):
         state.close()  # the workers have worlds of their own
 
