@@ -18,12 +18,12 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
-from oracles.verdict import Mismatch, Verdict, failing, not_applicable
+from oracles.verdict import not_applicable
 from properties import trusted
 from properties.budget import Budget
 from properties.catalog import Check, property_id
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
-from properties.message import MAX_MISMATCHES, failure_message
+from properties.message import failure_message, gone, told
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
 from properties.repro import remove_repro, repro_path, write_repro
@@ -208,7 +208,7 @@ class Judge:
             case "fail":
                 tally.add_judged(case, verdict, None)
             case "pass" if judged.fixed is not None:
-                verdict, how = _gone(judged.fixed), "Fixed"
+                verdict, how = gone(judged.fixed), "Fixed"
                 tally.add_judged(case, verdict, None)
                 tally.fixed[judged.fixed.id] += 1
             case "pass":
@@ -266,7 +266,7 @@ class Judge:
             return fresh
         reason = (
             "state leak or flake: the same case in a fresh world is "
-            f"{_told(fresh.ending.verdict)}; before it was {_told(warm.ending.verdict)}"
+            f"{told(fresh.ending.verdict)}; before it was {told(warm.ending.verdict)}"
         )
         return _Judged(ending=Ending(verdict=inconclusive(reason), how="Flaked"))
 
@@ -295,20 +295,6 @@ class Judge:
             if hung and issue.hits(case):
                 return issue
         return None
-
-
-def _gone(issue: KnownIssue) -> Verdict:
-    """A known issue that no longer shows: strict, as an unexpected pass is."""
-    got = f"the property holds for a case in which it must fail: {issue.reason}"
-    wanted = f"a failure, or no such entry in properties/known_issues.py ({issue.reference})"
-    return failing(
-        Mismatch(where=f"known issue {issue.id} no longer shows", got=got, wanted=wanted)
-    )
-
-
-def _told(verdict: Verdict) -> str:
-    what = verdict.reason or "; ".join(map(str, verdict.mismatches[:MAX_MISMATCHES]))
-    return f"{verdict.outcome} ({what})" if what else verdict.outcome
 
 
 def _climb(margin: float | None, name: str) -> None:

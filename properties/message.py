@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_engine.contract.case import Case
-from oracles.verdict import Verdict
+from oracles.verdict import Mismatch, Verdict, failing
+from properties.issues.issue import KnownIssue
 from properties.repro import source_of
 
 MAX_MISMATCHES = 5
@@ -38,3 +39,18 @@ def failure_message(
         + (f" --device {device}" if device != "cpu" else ""),
     ]
     return "\n".join(lines)
+
+
+def gone(issue: KnownIssue) -> Verdict:
+    """A known issue that no longer shows: strict, as an unexpected pass is."""
+    got = f"the property holds for a case in which it must fail: {issue.reason}"
+    wanted = f"a failure, or no such entry in properties/known_issues.py ({issue.reference})"
+    return failing(
+        Mismatch(where=f"known issue {issue.id} no longer shows", got=got, wanted=wanted)
+    )
+
+
+def told(verdict: Verdict) -> str:
+    """A verdict in a line."""
+    what = verdict.reason or "; ".join(map(str, verdict.mismatches[:MAX_MISMATCHES]))
+    return f"{verdict.outcome} ({what})" if what else verdict.outcome
