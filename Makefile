@@ -7,12 +7,13 @@ PROFILE ?= default
 ENGINE ?= reference
 DEVICE ?= cpu
 ARGS ?=
+MINUTES ?= 60
 VENV ?= .venv
 BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: properties conformance test detection bench lint types layers check clean setup
+.PHONY: properties conformance nightly test detection bench lint types layers check clean setup
 
 properties: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) \
@@ -21,6 +22,13 @@ properties: setup
 # Every engine that is installed, one page: .reports/conformance/report.html. docs/conformance.md.
 conformance: setup
 	$(PYTHON) -m properties.conformance --profile $(PROFILE) --device $(DEVICE) $(ARGS)
+
+# So many minutes of the nightly profile; reports go to .reports/, failures are kept below
+# .hypothesis/ for the next night.
+nightly: setup
+	$(PYTHON) -m pytest properties/ -n auto --profile nightly --engine $(ENGINE) \
+	  --device $(DEVICE) --minutes $(MINUTES) --report-json .reports/nightly.json \
+	  --junitxml .reports/nightly.xml $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest tests/ -n auto $(ARGS)

@@ -19,22 +19,29 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import NotOffered, UnsupportedCase
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import Run
-from oracles.verdict import Mismatch, Verdict, failing, not_applicable
+from oracles.verdict import not_applicable
+from properties import trusted
+from properties.budget import Budget
 from properties.catalog import Check, property_id
 from properties.covering import axes_of
 from properties.failure import described
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
+from properties.message import failure_message, gone, told
 from properties.narrowing import is_lacking
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
-from properties.repro import remove_repro, repro_path, source_of, write_repro
+from properties.repro import remove_repro, repro_path, write_repro
+from properties.trusted import Rations
 
-MAX_MISMATCHES = 5
 MAX_HANGS = 3
 """Cases that may hang in one test: each costs two deadlines. The search ends after them."""
 
 MAX_HANGS_OF_ALL = 12
 """Cases that may hang in one process; after them nothing is run any more."""
+
+
+MAX_SHRINK_S = 20.0
+"""How long after its first failure a search goes on; what is left is simplified behind it."""
 
 
 class PropertyFailure(AssertionError):
@@ -54,10 +61,14 @@ def failure_class(name: str, how: str) -> type[PropertyFailure]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
+    """`ending` is what a script is to show: None for what is no ending of the case's own."""
+
     kind: type[PropertyFailure]
     message: str
     outcome: str
     shown: Observation | None
+    how: str
+    ending: Ending | None
 
 
 @dataclass(slots=True)
@@ -97,10 +108,14 @@ class Judge:
     hangs: Hangs
     device: str = "cpu"
     lacks: tuple[dict[str, str], ...] = ()
+    rations: Rations | None = None
+    budget: Budget | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
+    _last: tuple[Check, Case] | None = None
     _hangs: int = 0
+    _failed_at: float = 0.0
 
     def __repr__(self) -> str:
         return f"Judge(engine={self.engine!r})"
@@ -116,18 +131,72 @@ class Judge:
         key = (name, case_id(case))
         failure = self._failures.get(key)
         if failure is None:
-            if self._hangs >= MAX_HANGS and hypothesis.currently_in_test_context():
+            if self._shrinks_no_more() and hypothesis.currently_in_test_context():
                 hypothesis.reject()
             failure = self._judged(check, case, name)
         if failure is not None:
+            self._failed_at = self._failed_at if self._failures else time.monotonic()
             self._failures[key] = failure
             path = self._keep_only(name, case)
             told = described(
                 case, path, outcome=failure.outcome, message=failure.message, shown=failure.shown
             )
             self.tallies[name].failures = [told]
+            self._last = (check, case)
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
+
+    def _shrinks_no_more(self) -> bool:
+        """Whether what was found is enough: hangs are rationed, and so is time."""
+        over = self.budget is not None and self.budget.is_over
+        late = time.monotonic() - self._failed_at > MAX_SHRINK_S
+        return self._hangs >= MAX_HANGS or (bool(self._failures) and (over or late))
+
+    def settled(self, error: PropertyFailure) -> PropertyFailure:
+        """The failure a search ended with, of its simplest case and with a script that was run.
+
+        The same one where `rations` have none left for it: the first of a kind has all.
+        """
+        assert self._last is not None
+        check, case = self._last
+        name = property_id(check)
+        failed = self._failures[name, case_id(case)]
+        if self.rations is None or failed.ending is None or not self.rations.take(name, failed.how):
+            return error
+        failure = trusted.Failure(
+            case=case,
+            name=name,
+            ending=failed.ending,
+            engine=self.engine,
+            device=self.device,
+            folder=self.repro_folder,
+        )
+
+        def look(candidate: Case) -> Ending | None:
+            try:
+                judged = self._run(check, candidate, name, self.worlds)
+            except UnsupportedCase:
+                return None
+            return None if judged.issue or judged.fixed else judged.ending
+
+        shown = trusted.trusted(failure, look, self.worlds)
+        if self._kept[name] != shown.path:
+            remove_repro(self._kept[name])
+        message = failure_message(
+            shown.case,
+            shown.verdict,
+            name=name,
+            engine=self.engine,
+            device=self.device,
+            path=shown.path,
+            script=shown.script,
+        )
+        same = failed.shown if shown.case == case else None
+        told = described(
+            shown.case, shown.path, outcome=failed.outcome, message=message, shown=same
+        )
+        self.tallies[name].failures = [told]
+        return type(error)(message)
 
     def _judged(self, check: Check, case: Case, name: str) -> _Failure | None:
         tally = self.tallies.setdefault(name, Tally())
@@ -160,7 +229,7 @@ class Judge:
             case "fail":
                 tally.add_judged(case, verdict, None)
             case "pass" if judged.fixed is not None:
-                verdict, how = _gone(judged.fixed), "Fixed"
+                verdict, how = gone(judged.fixed), "Fixed"
                 tally.add_judged(case, verdict, None)
                 tally.fixed[judged.fixed.id] += 1
             case "pass":
@@ -171,11 +240,14 @@ class Judge:
         message = failure_message(
             case, verdict, name=name, engine=self.engine, device=self.device, path=path
         )
+        own = how in {"Failed", "Died", "Hung"} or how.startswith("Raised")
         return _Failure(
             kind=failure_class(name, how),
             message=message,
             outcome=verdict.outcome,
             shown=judged.shown,
+            how=how,
+            ending=judged.ending if own else None,
         )
 
     def _keep_only(self, name: str, case: Case) -> Path:
@@ -218,7 +290,7 @@ class Judge:
             return fresh
         reason = (
             "state leak or flake: the same case in a fresh world is "
-            f"{_told(fresh.ending.verdict)}; before it was {_told(warm.ending.verdict)}"
+            f"{told(fresh.ending.verdict)}; before it was {told(warm.ending.verdict)}"
         )
         return _Judged(ending=Ending(verdict=inconclusive(reason), how="Flaked"))
 
@@ -253,41 +325,6 @@ class Judge:
             if hung and issue.hits(case):
                 return issue
         return None
-
-
-def failure_message(
-    case: Case, verdict: Verdict, *, name: str, engine: str, path: Path, device: str = "cpu"
-) -> str:
-    """The verdict, the worst of what is wrong, the case as source, its file, the command last."""
-    shown = verdict.mismatches[:MAX_MISMATCHES]
-    more = len(verdict.mismatches) - len(shown)
-    lines = [f"{name}: {verdict.outcome} (engine {engine}, mesh {case.mesh.shape})"]
-    lines += [verdict.reason] if verdict.reason else []
-    lines += [f"  {mismatch}" for mismatch in shown]
-    lines += [f"  ... and {more} more"] if more else []
-    if verdict.margin is not None:
-        lines.append(f"margin: {verdict.margin:.4g} ({verdict.margin_kind}; at most 1 passes)")
-    lines += [
-        f"@example(case={source_of(case)})",
-        f"case file: {path}",
-        f"python -m properties.replay {path} --engine {engine}"
-        + (f" --device {device}" if device != "cpu" else ""),
-    ]
-    return "\n".join(lines)
-
-
-def _gone(issue: KnownIssue) -> Verdict:
-    """A known issue that no longer shows: strict, as an unexpected pass is."""
-    got = f"the property holds for a case in which it must fail: {issue.reason}"
-    wanted = f"a failure, or no such entry in properties/known_issues.py ({issue.reference})"
-    return failing(
-        Mismatch(where=f"known issue {issue.id} no longer shows", got=got, wanted=wanted)
-    )
-
-
-def _told(verdict: Verdict) -> str:
-    what = verdict.reason or "; ".join(map(str, verdict.mismatches[:MAX_MISMATCHES]))
-    return f"{verdict.outcome} ({what})" if what else verdict.outcome
 
 
 def _climb(margin: float | None, name: str) -> None:

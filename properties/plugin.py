@@ -15,13 +15,16 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import CaseError, WorldError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
-from properties import profiles
+from properties import profiles, progress
+from properties.budget import in_order
 from properties.covering import Axes
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
+from properties.profiles import has_failed
 from properties.replay import DEFAULT_ENGINE
 from properties.session import (
     SESSION,
+    WORKER_ENDS,
     WORKER_LACKS,
     WORKER_SEED,
     WORKER_STRATEGIES,
@@ -52,6 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("DEVICE", DEVICES[0]),
         help=f"what ranks compute on: {', '.join(DEVICES)} (env: DEVICE)",
     )
+    group.addoption(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="run tests in an order of the seed's for so long, those that failed before first",
+    )
     group.addoption("--report-json", type=Path, metavar="FILE", help="write the report here")
     group.addoption(
         "--cases",
@@ -81,7 +90,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if state.is_worker or not _judges(config):
         return
     report = state.begin()
-    config.pluginmanager.register(Reporter(report, state.report_path))
+    config.pluginmanager.register(Reporter(report, state.report_path, state.budget))
+    if progress.is_wanted(config):
+        terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+        config.pluginmanager.register(progress.Progress(report, terminal))
     if config.getoption("tx", None):
         state.close()  # the workers have worlds of their own
 
@@ -105,6 +117,8 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_SEED] = session.seed
     node.workerinput[WORKER_STRATEGIES] = list(session.strategies)
     node.workerinput[WORKER_LACKS] = list(session.lacks)
+    if session.budget is not None:
+        node.workerinput[WORKER_ENDS] = session.budget.ends
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote(session.device).address
 
@@ -143,10 +157,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """A failing test for every case of `--cases` that is none; the others are judged."""
     broken = session.config.stash[SESSION].broken_cases
+    state = session.config.stash[SESSION]
+    if state.budget is not None:
+        root = session.config.rootpath
+        keys = in_order(
+            [item.nodeid for item in items],
+            seed=state.seed,
+            has_failed=lambda key: has_failed(root, key),
+        )
+        items.sort(key=lambda item: keys[item.nodeid])
     items += [
         BrokenCase.from_parent(session, name=f"broken-case-{number}", message=message)
         for number, message in enumerate(broken)
     ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Nothing begins when the minutes are over."""
+    budget = item.config.stash[SESSION].budget
+    return True if budget is not None and budget.is_over else None
 
 
 class BrokenCase(pytest.Item):
@@ -176,6 +206,8 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
         known_issues=KNOWN_ISSUES,
         hangs=session.hangs,
         lacks=session.lacks,
+        rations=session.rations,
+        budget=session.budget,
     )
     yield judging
     plain = {name: tally.to_plain() for name, tally in judging.tallies.items()}

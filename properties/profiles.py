@@ -76,16 +76,33 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+class _Failures(DirectoryBasedExampleDatabase):
+    """Keeps what failed, and not what came close: that would take the place of new draws."""
+
+    def save(self, key: bytes, value: bytes) -> None:
+        if not key.endswith(b".pareto"):
+            super().save(key, value)
+
+
+def has_failed(root: Path, key: str) -> bool:
+    """Whether there is a failure of this test to begin with."""
+    return any(path.is_file() for path in database_path(root, key).rglob("*"))
+
+
+def database_path(root: Path, key: str) -> Path:
+    """Where the failures of one test are kept; there is nothing where it never failed."""
+    return root / ".hypothesis" / "cases" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
 def settings_of(profile: Profile, *, root: Path, key: str) -> settings:
     """The Hypothesis settings of one test.
 
     `key` names the test: tests made of one function keep their failures apart in the database
     below `root`.
     """
-    folder = hashlib.sha256(key.encode()).hexdigest()[:16]
     return settings(
         max_examples=profile.examples,
-        database=DirectoryBasedExampleDatabase(root / ".hypothesis" / "cases" / folder),
+        database=_Failures(database_path(root, key)),
         deadline=None,
         derandomize=False,
         print_blob=True,

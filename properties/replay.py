@@ -1,7 +1,8 @@
 """Run case files again: `python -m properties.replay CASE.json [CASE2.json | FOLDER ...]`.
 
 Prints FIXED, FAILED or ERROR for each and exits 0, 1 or 2, the worst of them. A file that cannot be
-read or run is an ERROR; the rest goes on.
+read or run is an ERROR; the rest goes on. With `--prune` the files of what is fixed are removed:
+the case, and the script beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -27,7 +28,7 @@ from oracles.verdict import Verdict
 from properties.catalog import PROPERTIES, load_check
 from properties.outcome import ending_of
 from properties.probe import ProbedRun, probe
-from properties.repro import read_case_file, read_text
+from properties.repro import read_case_file, read_text, remove_repro
 
 Status: TypeAlias = Literal["FIXED", "FAILED", "ERROR"]
 
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default=os.environ.get("ENGINE", DEFAULT_ENGINE))
     parser.add_argument("--device", choices=DEVICES, default=os.environ.get("DEVICE", DEVICES[0]))
     parser.add_argument("--property", default="", help="judge by this one, not the file's own")
+    parser.add_argument("--prune", action="store_true", help="remove the cases that are fixed")
     options = parser.parse_args(arguments)
     worst = 0
     for path in _files(options.paths):
@@ -89,6 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
             replayed = _replay_text(
                 text, property_id=options.property, engine=options.engine, device=options.device
             )
+        if options.prune and replayed.status == "FIXED":
+            remove_repro(path)
+            replayed = replace(replayed, reason=f"{replayed.reason}; removed")
         worst = max(worst, _print_replayed(str(path), replayed))
     return worst
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import secrets
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import AcceleratorError, CaseError, FsdpPropertiesError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
+from properties.budget import Budget
 from properties.judge import Hangs
 from properties.outcome import Worlds
 from properties.probe import ProbedWorlds, probe
 from properties.profiles import PROFILES, Profile
 from properties.report import Report
 from properties.repro import read_case_file, read_text
+from properties.trusted import Rations
 
 WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
 WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
+WORKER_ENDS = "fsdp_properties_ends"
 WORKER_STRATEGIES = "fsdp_properties_strategies"
 WORKER_LACKS = "fsdp_properties_lacks"
 SESSION = pytest.StashKey["Session"]()
@@ -51,6 +55,8 @@ class Session:
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
         self.lacks: tuple[dict[str, str], ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
         self.hangs = Hangs()
+        self.rations = Rations()
+        self.budget = _budget(config)
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
         self._pool: WorldPool | None = None
@@ -105,16 +111,29 @@ class Session:
 class Reporter:
     """Registered in the controller, or in the only process: collects, writes and shows."""
 
-    def __init__(self, report: Report, path: Path | None) -> None:
+    def __init__(self, report: Report, path: Path | None, budget: Budget | None) -> None:
         self._report = report
         self._path = path
+        self._budget = budget
+        self._num_run = 0
+        self._num_collected = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count what a test judged, wherever it ran."""
         tallies: dict[str, dict[str, Any]] = getattr(report, "fsdp_properties", {})
         self._report.add(tallies)
+        self._num_run += report.when == "setup"
         if report.when == "call":
             self._report.saw_test(report.start, report.stop)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the tests of this process."""
+        self._num_collected = len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Count the tests of a worker: all have the same."""
+        self._num_collected = len(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -131,6 +150,12 @@ class Reporter:
         terminalreporter.section(f"properties of {self._report.engine}")
         for line in self._report.table():
             terminalreporter.line(line)
+        if self._budget is not None:
+            collected = terminalreporter._numcollected  # noqa: SLF001  xdist counts nowhere else
+            told = (
+                f"{self._budget.minutes:g} minutes: {self._num_run} of {collected} tests were run"
+            )
+            terminalreporter.line(told)
 
 
 def _profile(name: str) -> Profile:
@@ -163,6 +188,18 @@ def _seed(config: pytest.Config) -> int:
         return int(given)
     except ValueError:
         raise pytest.UsageError(f"--hypothesis-seed: {given!r} is not a whole number") from None
+
+
+def _budget(config: pytest.Config) -> Budget | None:
+    """The controller's, or one that begins now; None where no minutes are given."""
+    minutes = config.getoption("--minutes")
+    if minutes is None:
+        return None
+    if not minutes > 0:
+        raise pytest.UsageError(f"--minutes: {minutes!r} is not legal; legal is a number above 0")
+    ends = _inherited(config).get(WORKER_ENDS)
+    budget = Budget.from_now(minutes)
+    return budget if ends is None else Budget(minutes=minutes, ends=float(ends))
 
 
 def _given_cases(path: Path | None) -> tuple[tuple[Case, ...] | None, tuple[str, ...]]:

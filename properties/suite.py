@@ -168,7 +168,13 @@ def _as_suite(test: SuiteTest, run: Wrapped, suite: Suite) -> Wrapped:
     @functools.wraps(test)
     def wrapped(row: Axes | Case, judge: Judge, search: Search) -> None:
         __tracebackhide__ = True
-        run(row, judge, search)
+        failure: PropertyFailure | None = None
+        try:
+            run(row, judge, search)
+        except PropertyFailure as error:
+            failure = error
+        if failure is not None:
+            raise _settled(judge, failure)
         _skip_if_refused(judge)
 
     # pytest asks the signature for fixtures: those of this function, not of the wrapped one.
@@ -180,7 +186,8 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
     __tracebackhide__ = True
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
     with_settings = settings_of(search.profile, root=search.root, key=search.key)
-    searched = seeded(with_settings(hypothesis.given(case=cases)(test)))
+    # The settings last: a seed takes the database away, which is to be kept.
+    searched = with_settings(seeded(hypothesis.given(case=cases)(test)))
     failure: PropertyFailure | None = None
     with warnings.catch_warnings():
         # Hypothesis prints the arguments of a failure; its message has the case already.
@@ -201,6 +208,16 @@ def _told_briefly(error: PropertyFailure) -> PropertyFailure:
     message, _, command = str(error).rpartition("\n")
     blobs = [note.strip() for note in getattr(error, "__notes__", []) if "@reproduce" in note]
     return type(error)("\n".join([message, *blobs, command]))
+
+
+def _settled(judge: Judge, failure: PropertyFailure) -> PropertyFailure:
+    """What the judge has to say at the end, the blob of the search still in it."""
+    settled = judge.settled(failure)
+    if settled is failure:
+        return failure
+    blobs = [line for line in str(failure).splitlines() if "@reproduce" in line]
+    message, _, command = str(settled).rpartition("\n")
+    return type(failure)("\n".join([message, *blobs, command]))
 
 
 def _skip_if_refused(judge: Judge) -> None:

@@ -63,6 +63,26 @@ def test_bad_files_are_errors_and_the_rest_goes_on(
         assert named in line
 
 
+def test_what_is_fixed_is_pruned_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what was judged and passed goes, its script with it."""
+    fixed = write_repro(tmp_path, CASE, property_id=PROPERTY, engine=WRONG)
+    exact = _file(tmp_path, "exact.json", "gradient-is-exact")
+    _replay(capsys, tmp_path, "--engine", GOOD)
+    assert fixed.exists()
+    code, lines = _replay(capsys, tmp_path, "--engine", WRONG, "--prune")
+    assert code == 2
+    assert sorted(line.split()[0] for line in lines) == ["ERROR", "FAILED"]
+    assert fixed.exists()
+    code, lines = _replay(capsys, tmp_path, "--engine", GOOD, "--prune")
+    assert code == 2
+    assert [line for line in lines if line.startswith("FIXED")] == [
+        f"FIXED {fixed}: the property holds; removed"
+    ]
+    assert list(tmp_path.iterdir()) == [exact]
+
+
 @pytest.mark.parametrize(
     ("engine", "named"),
     [

@@ -99,4 +99,4 @@ def test_a_rank_starts_no_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that starts worlds when it is imported would otherwise multiply without end."""
     monkeypatch.setenv(processes.INSIDE, "1")
     with pytest.raises(WorldError, match="may not start worlds itself"):
-        processes._start("cpu")
+        processes.start("cpu")

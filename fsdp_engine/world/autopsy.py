@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import select
-import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from fsdp_engine.contract.errors import RankHung
 from fsdp_engine.world.collective_log import divergence, read_log
@@ -27,10 +26,14 @@ SIGNAL_TIMEOUT_S = 0.2
 """How long one that did not gets once it is forced to."""
 
 
-def hang(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> RankHung:
+Fetch: TypeAlias = Callable[[Path, Iterable[int]], None]
+"""Brings the files of ranks into their directory on this machine; see `Nursery.fetch`."""
+
+
+def hang(ranks: Sequence[RankProcess], directory: Path, timeout_s: float, fetch: Fetch) -> RankHung:
     """The error for ranks that did not answer in time, with every rank's stack."""
     numbered = dict(enumerate(ranks))
-    stacks = collect_stacks(numbered, directory)
+    stacks = collect_stacks(numbered, directory, fetch)
     where = parted(numbered, directory)
     return RankHung(f"no answer within {timeout_s:g} s: {where}", stacks=stacks, divergence=where)
 
@@ -40,14 +43,17 @@ def parted(ranks: Iterable[int], directory: Path) -> str:
     return divergence({rank: read_log(log_path(directory, rank)) for rank in ranks})
 
 
-def collect_stacks(ranks: Mapping[int, RankProcess], directory: Path) -> dict[int, str]:
+def collect_stacks(
+    ranks: Mapping[int, RankProcess], directory: Path, fetch: Fetch
+) -> dict[int, str]:
     """Every rank's Python stacks, all threads; empty text where a rank cannot write them."""
     deadline = time.monotonic() + STACK_TIMEOUT_S
     asked = {rank: process for rank, process in ranks.items() if _ask(process)}
     for rank, process in asked.items():
         answered = select.select([process.life], [], [], max(0.0, deadline - time.monotonic()))[0]
         if not answered:
-            _force(process, stack_path(directory, rank))
+            _force(process, stack_path(directory, rank), partial(fetch, directory, (rank,)))
+    fetch(directory, ranks)
     return {rank: _stacks(directory, rank) for rank in ranks}
 
 
@@ -64,12 +70,12 @@ def _ask(process: RankProcess) -> bool:
     return True
 
 
-def _force(process: RankProcess, path: Path) -> None:
+def _force(process: RankProcess, path: Path, fetch: Callable[[], None]) -> None:
     """A rank that does not let go of the interpreter still writes its stacks on a signal."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGUSR1)
+    process.interrupt()
     waited = threading.Event()
     for _ in range(20):
+        fetch()
         if _read(path):
             return
         waited.wait(SIGNAL_TIMEOUT_S / 20)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from fsdp_engine.contract.errors import AcceleratorError, WorldError
 
 START_TIMEOUT_S = 120.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+_PR_SET_PDEATHSIG = 1
 
 INSIDE = "FSDP_PROPERTIES_INSIDE"
 """Set in the environment of the process that forks ranks, and so in theirs."""
@@ -25,11 +32,43 @@ INSIDE = "FSDP_PROPERTIES_INSIDE"
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """One rank: its pid, the wire, and the socket whose closing ends it."""
+    """One rank: its pid, the wire, and the socket whose closing ends it.
+
+    `interrupt` has it write its stacks even where it does not let go of the interpreter.
+    """
 
     pid: int
     commands: socket.socket
     life: socket.socket
+    interrupt: Callable[[], None]
+
+
+class Nursery(Protocol):
+    """Where ranks come from: a zygote of this machine, or the places of a job on several.
+
+    `capacity` is how many ranks there can be, None where nothing limits them; `shares_files`
+    whether they all see the same files. `gone` where no more ranks come from it.
+    """
+
+    gone: bool
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def capacity(self) -> int | None: ...
+    @property
+    def shares_files(self) -> bool: ...
+    def fork_rank(self, *, directory: Path, rank: int, engine: str) -> RankProcess: ...
+    def exit_code(self, pid: int, *, timeout_s: float) -> int | None: ...
+    def end_ranks(self, pids: list[int]) -> None: ...
+    def store(self, directory: Path, number: int) -> str:
+        """Where the ranks of a world's case `number` meet: a new path, or `tcp://`."""
+
+    def fetch(self, directory: Path, ranks: Iterable[int]) -> None:
+        """Bring what ranks elsewhere wrote of themselves into `directory` on this machine."""
+
+    def has_ended(self) -> bool: ...
+    def stop(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,22 +85,46 @@ class Zygote:
     exit_codes: dict[int, int] = field(default_factory=dict)
     _pending: bytes = b""
 
+    @property
+    def capacity(self) -> int | None:
+        return None
+
+    @property
+    def shares_files(self) -> bool:
+        return True
+
     def fork_rank(self, *, directory: Path, rank: int, engine: str) -> RankProcess:
         """Fork one rank; it says Ready on its own when the engine is imported."""
         commands, commands_there = socket.socketpair()
         life, life_there = socket.socketpair()
         request = {"directory": str(directory), "rank": rank, "engine": engine}
-        with commands_there, life_there:
-            fds = [commands_there.fileno(), life_there.fileno()]
+        try:
+            pid = self.fork(request, commands_there, life_there)
+        except WorldError:
+            commands.close()
+            life.close()
+            raise
+        return RankProcess(pid=pid, commands=commands, life=life, interrupt=partial(interrupt, pid))
+
+    def fork(self, request: dict[str, object], commands: socket.socket, life: socket.socket) -> int:
+        """The pid of a rank that was forked with these two sockets, which are closed here."""
+        with commands, life:
             try:
-                socket.send_fds(self.control, [_line(request)], fds)
-                pid = self._await("forked", timeout_s=START_TIMEOUT_S)
+                socket.send_fds(self.control, [_line(request)], [commands.fileno(), life.fileno()])
+                return self._await("forked", timeout_s=START_TIMEOUT_S)
             except (OSError, WorldError) as error:
-                commands.close()
-                life.close()
                 self.gone = True
                 raise WorldError(f"the process that forks ranks does not: {error}") from error
-        return RankProcess(pid=pid, commands=commands, life=life)
+
+    def store(self, directory: Path, number: int) -> str:
+        return str(directory / f"store{number}")
+
+    def fetch(self, directory: Path, ranks: Iterable[int]) -> None:
+        """Everything is on this machine already."""
+
+    def has_ended(self) -> bool:
+        """Whether its process is known to have ended by itself."""
+        return self.process is not None and self.process.poll() is not None
 
     def exit_code(self, pid: int, *, timeout_s: float) -> int | None:
         """How a rank ended (negative: by that signal); None where it is not known in time."""
@@ -137,22 +200,38 @@ class Zygote:
         return message
 
 
-_running: dict[tuple[int, str], Zygote] = {}
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process with its parent; end at once if that is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-def zygote(device: str = "cpu") -> Zygote:
-    """This process's zygote for a device, started at the first call and ended with the process.
+def interrupt(pid: int) -> None:
+    """Have a rank of this machine write its stacks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+
+
+_running: dict[tuple[int, str], Nursery] = {}
+
+
+def zygote(device: str = "cpu") -> Nursery:
+    """Where this process's ranks come from on a device: a zygote that ends with the process.
+
+    It is started at the first call, unless another nursery was put in its place by `use`.
 
     Raises:
         WorldError: it does not start.
         AcceleratorError: it cannot have the device.
     """
     running = _running.get((os.getpid(), device))
-    if running is not None and running.process is not None and running.process.poll() is not None:
+    if running is not None and running.has_ended():
         running.gone = True
     if running is None or running.gone:
-        running = _start(device)
-        _keep(running, device)
+        running = start(device)
+        use(running, device)
     return running
 
 
@@ -174,15 +253,17 @@ def join(address: str, device: str = "cpu") -> None:
     except WorldError:
         control.close()
         raise
-    _keep(joined, device)
+    use(joined, device)
 
 
-def _keep(running: Zygote, device: str) -> None:
+def use(running: Nursery, device: str) -> None:
+    """Ranks of this process come from there from now on."""
     _running[os.getpid(), device] = running
     atexit.register(running.stop)
 
 
-def _start(device: str) -> Zygote:
+def start(device: str) -> Zygote:
+    """A new zygote, whoever uses it."""
     if INSIDE in os.environ:
         # Without this, a script that is imported by accident would start zygotes without end.
         raise WorldError("a rank, or the process that forks ranks, may not start worlds itself")
@@ -192,7 +273,7 @@ def _start(device: str) -> Zygote:
         "PYTHONPATH": search_path,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        **_interface(),
         "TORCH_GLOO_LAZY_INIT": "1",  # ranks that never talk to each other do not connect
         INSIDE: "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -220,6 +301,13 @@ def _start(device: str) -> Zygote:
         started.stop()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
     return started
+
+
+def _interface() -> dict[str, str]:
+    """The loopback, unless this is a job on several machines: there it is the user's or gloo's."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    local = master in ("localhost", "127.0.0.1", "::1")
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK} if local else {}
 
 
 def _line(request: object) -> bytes:

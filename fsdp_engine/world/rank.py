@@ -32,7 +32,7 @@ from fsdp_engine.world import wire
 from fsdp_engine.world.collective_log import CollectiveLog
 from fsdp_engine.world.device import Device
 from fsdp_engine.world.driver import drive
-from fsdp_engine.world.paths import REPORT, REPORTED, files_path, log_path, stack_path
+from fsdp_engine.world.paths import REPORT, REPORTED, log_path, stack_path
 from fsdp_engine.world.recorder import Recorder, Tap
 from fsdp_engine.world.registry import load_engine
 
@@ -113,7 +113,7 @@ def _run(
             rank=rank,
             world_size=case.mesh.world_size,
             device=device.torch_name,
-            directory=str(files_path(command.store)),
+            directory=command.files,
         )
         with tap.listening(recorder):
             observation = _observe(engine, case, context, recorder, device)
@@ -151,7 +151,7 @@ def _missing_action(engine: Engine, case: Case) -> str | None:
 def _join(store: str, case: Case, rank: int, device: Device) -> None:
     world_size = case.mesh.world_size
     dist.init_process_group(
-        device.backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        device.backend, store=_store(store, world_size), rank=rank, world_size=world_size
     )
 
 
@@ -159,6 +159,14 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_meshes()
+
+
+def _store(place: str, world_size: int) -> dist.Store:
+    if not place.startswith("tcp://"):
+        return dist.FileStore(place, world_size)
+    address, _, prefix = place.removeprefix("tcp://").partition("/")
+    host, _, port = address.rpartition(":")
+    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False))
 
 
 def _failed(error: BaseException, *, num_collectives: int) -> wire.Failed:

@@ -23,11 +23,15 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCase:
-    """Run a case on the first ranks of the world, over a process group in `store`, a new path."""
+    """Run a case on the first ranks of the world, over a process group that meets in `store`.
+
+    `store` is a new path, or `tcp://host:port/prefix`; `files` is the path for checkpoints.
+    """
 
     kind: Literal["run_case"] = "run_case"
     case: Case
     store: str
+    files: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from fsdp_engine.contract.actions import CHECKPOINT_ACTIONS
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import (
     EngineLoadError,
@@ -47,6 +48,9 @@ class World:
         self._case_timeout_s = case_timeout_s
         self._num_cases = 0
         self._zygote = zygote(device)
+        capacity = self._zygote.capacity
+        if capacity is not None and size > capacity:
+            raise UnsupportedCase(f"the job has {capacity} ranks, the case asks for {size}")
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-world-"))
         self._ranks: list[RankProcess] = []
         try:
@@ -69,12 +73,20 @@ class World:
         size = case.mesh.world_size
         assert size <= self.size
         assert not self.broken
+        if not self._zygote.shares_files and any(
+            a.kind in CHECKPOINT_ACTIONS for a in case.program
+        ):
+            raise UnsupportedCase(
+                "checkpoints need a folder that all machines of the job see: TMPDIR"
+            )
         self._num_cases += 1
-        store = self._directory / f"store{self._num_cases}"
+        path = self._directory / f"store{self._num_cases}"
+        store = self._zygote.store(self._directory, self._num_cases)
+        files = files_path(path)
         self.broken = True
-        replies = self._ask(wire.RunCase(case=case, store=str(store)), size)
-        store.unlink(missing_ok=True)
-        shutil.rmtree(files_path(store), ignore_errors=True)
+        replies = self._ask(wire.RunCase(case=case, store=store, files=str(files)), size)
+        path.unlink(missing_ok=True)
+        shutil.rmtree(files, ignore_errors=True)
         refused = [r for r in replies.values() if isinstance(r, wire.Unsupported)]
         if refused:
             self.broken = len(refused) < size
@@ -131,6 +143,7 @@ class World:
             if not isinstance(reply, wire.Ready):
                 raise WorldError(f"rank {rank} began with {type(reply).__name__}, not Ready")
         if dead:
+            self._zygote.fetch(self._directory, dead)
             output = rank_output(self._directory, dead[0])
             raise WorldError(f"rank {dead[0]} ended while it loaded {self.engine!r}\n{output}")
         if len(replies) < self.size:
@@ -147,7 +160,9 @@ class World:
         if failed:
             raise _raised(failed, size)
         if len(replies) < size:
-            raise hang(self._ranks[:size], self._directory, self._case_timeout_s)
+            raise hang(
+                self._ranks[:size], self._directory, self._case_timeout_s, self._zygote.fetch
+            )
         return replies
 
     def _tell(self, command: wire.Command, size: int) -> None:
@@ -192,13 +207,14 @@ class World:
     def _died(self, dead: list[int], size: int) -> RunError:
         codes = {r: self._zygote.exit_code(self._ranks[r].pid, timeout_s=1.0) for r in dead}
         alive = {r: self._ranks[r] for r in range(size) if r not in dead}
+        self._zygote.fetch(self._directory, range(size))
         how = ", ".join(f"rank {rank} ({_exit(code)})" for rank, code in sorted(codes.items()))
         output = "\n".join(filter(None, (rank_output(self._directory, rank) for rank in dead)))
         where = parted(range(size), self._directory)
         return RankDied(
             f"{len(dead)} of {size} ranks ended during the case: {how}; {where}\n{output}".rstrip(),
             exit_codes=codes,
-            stacks=collect_stacks(alive, self._directory),
+            stacks=collect_stacks(alive, self._directory, self._zygote.fetch),
         )
 
 

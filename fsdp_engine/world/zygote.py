@@ -13,7 +13,6 @@ Run as `python -m fsdp_engine.world.zygote FD ADDRESS DEVICE`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -35,6 +34,7 @@ from fsdp_engine.workload.models import parameter_names
 from fsdp_engine.world.device import Device
 from fsdp_engine.world.device import prepare as prepare_device
 from fsdp_engine.world.paths import output_path
+from fsdp_engine.world.processes import die_with_parent
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
 from fsdp_engine.world.registry import BUILT_IN
@@ -53,16 +53,6 @@ PRELOAD = (
 
 BRANCH_END_S = 2.0
 """How long forks of the zygote get to clean up after their controllers."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process with its parent; end at once if that is gone already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main(control_fd: int, address: str, device_name: str) -> None:

@@ -2,8 +2,9 @@
 
 Every planted fault is searched by each property that must find it, with every seed, by the rows and
 draws of the default profile; what the first search finds is shrunk to its minimal case. With
-`--clean` engines without a fault are judged instead. Exits 1 where a fault is missed or a clean
-engine is accused.
+`--clean` engines without a fault are judged instead, with `--scripts` the repro scripts of some
+faults are made, run with and without the fault, and timed. Exits 1 where a fault is missed, a clean
+engine accused, or a script no good.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from tests.detection import summary
+from tests.detection import scripts, summary
 from tests.detection.clean import CASES_PER_LOT, Judged, Lot, judge_lot
 from tests.detection.measure import Measured, measure
 from tests.detection.parallel import done_in_parallel, num_cores
+from tests.detection.scripts import SCRIPTED, Scripted, scripted
 from tests.faults.catalogue import FAULTS
 
 
@@ -35,7 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--own", action="store_true", help="with --clean: only by the property that drew a case"
     )
     parser.add_argument("--first-lot", type=int, default=0, help="with --clean: other cases")
+    parser.add_argument(
+        "--scripts", action="store_true", help="measure the repro scripts of faults instead"
+    )
     options = parser.parse_args(arguments)
+    if options.scripts:
+        return _scripts(options.fault or SCRIPTED)
     if options.clean:
         first = options.first_lot
         lots = range(first, first - (-options.cases // CASES_PER_LOT))
@@ -53,6 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
         summary.write(measured)
     _say("", *(f"{name}: {value}" for name, value in summary.summary(measured).items()))
     return 0 if all(one.found for one in measured) else 1
+
+
+def _scripts(names: Iterable[str]) -> int:
+    """Measure one after the other: each runs several processes at once itself."""
+    measured: list[Scripted] = []
+    by_name = {fault.name: fault for fault in FAULTS}
+    for name in names:
+        measured.append(scripted(by_name[name]))
+        _say(measured[-1].line())
+    _say("", *(f"{name}: {value}" for name, value in scripts.summary(measured).items()))
+    return 0 if all(one.good for one in measured) else 1
 
 
 def _clean(engines: Iterable[str], lots: range, *, own: bool, jobs: int) -> int:
