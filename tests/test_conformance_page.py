@@ -139,7 +139,7 @@ def test_a_failing_case_is_told_in_full() -> None:
         assert piece in html
     assert "4 cases: no &lt;script&gt;" in html  # reasons are counted
     assert "2 cases: so it is" in html
-    assert "strategy fsdp1 with mesh grid" in html
+    assert "Drawn without strategy fsdp1: mesh grid" in html
 
 
 def test_an_issue_of_several_engines_is_told_once() -> None:

@@ -39,10 +39,12 @@ def _counts(entry: dict[str, Any]) -> str:
     }
     sentence = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     worlds = entry["cases_per_world_size"]
-    ranks = ", ".join(f"{count} on {size} ranks" for size, count in worlds.items())
+    ranks = ", ".join(f"{count} on {size}" for size, count in worlds.items())
     lines = [f"<p>{cases(entry['drawn'])} drawn: {sentence}.</p>"]
     if ranks:
-        lines.append(f'<p class="soft small">{text(ranks)}; {entry["seconds"]} s</p>')
+        lines.append(
+            f'<p class="soft small">By number of ranks: {text(ranks)}; {entry["seconds"]} s</p>'
+        )
     if entry["worst_margin"] is not None:
         margin = entry["worst_margin"]
         shown = f"{margin:.4g}" if is_finite(margin) else "not finite"

@@ -14,7 +14,7 @@ from properties.conformance.details import cell_details
 from properties.conformance.markup import MARKS, TITLES, cases, link, text
 from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
 
-_SMALL = 0.001
+_SMALL, _LARGE = 0.001, 1e6
 _STYLE = Path(__file__).with_name("style.css")
 
 
@@ -87,15 +87,22 @@ def _engine(run: EngineRun, common: Mapping[str, str]) -> str:
         told = ", ".join([*own, f"{round(run.report['wall_seconds'])} s"])
         lines.append(f'<p class="soft small">{text(told)}</p>')
         lines.append(f'<ul class="counts">{counts}</ul>')
-        lacks = "; ".join(
-            " with ".join(f"{axis} {value}" for axis, value in lack.items())
-            for lack in run.report["lacks"]
-        )
+        lacks = _lacks(run.report["lacks"])
         if lacks:
             lines.append(f'<p class="soft small">Drawn without {text(lacks)}</p>')
     if run.reason:
         lines.append(f'<p class="small">{text(run.reason)}</p>')
     return f'<article class="engine">{"".join(lines)}</article>'
+
+
+def _lacks(lacks: Sequence[Mapping[str, str]]) -> str:
+    """What an engine lacks, the values of one axis together."""
+    told: dict[str, list[str]] = {}
+    for lack in lacks:
+        *others, (axis, value) = lack.items()
+        under = "".join(f"{other} {one}: " for other, one in others)
+        told.setdefault(f"{under}{axis}", []).append(value)
+    return "; ".join(f"{where} {', '.join(values)}" for where, values in told.items())
 
 
 def _matrix(ran: Sequence[EngineRun], names: Iterable[str], descriptions: Mapping[str, str]) -> str:
@@ -141,7 +148,9 @@ def _margin(margin: float | None, kind: str) -> str:
         return "exact"
     if not is_finite(margin):
         return "not finite"
-    return f"{margin:.2g}" if margin >= _SMALL else f"< {_SMALL}"
+    if margin < _SMALL:
+        return f"< {_SMALL}"
+    return f"{margin:.2g}" if margin < 100 else f"{margin:,.0f}" if margin < _LARGE else "huge"
 
 
 def _issues(ran: Sequence[EngineRun]) -> str:
