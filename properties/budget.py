@@ -1,8 +1,8 @@
 """A session that may take so many minutes and no more: which tests it runs, and when it stops.
 
-No test begins when the time is nearly over. Tests run in an order drawn from the seed, so that
-every property has its share of a short session and all rows have theirs over many; those that have
-failed before, and whose examples are kept, come first.
+No test and no case begins when the time is nearly over. Tests run in an order drawn from the seed,
+so that every property has its share of a short session and all rows have theirs over many; those
+that have failed before, and whose examples are kept, come first.
 """
 
 from __future__ import annotations
@@ -11,26 +11,37 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 RESERVE = 0.05
-"""The part of the time in which nothing begins: tests that run come to their end in it."""
+"""The part of the time in which nothing begins: what runs comes to its end in it."""
+
+
+class OutOfTime(BaseException):
+    """Ends a search that has found nothing when the time is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """When the last test may begin, in seconds of `time.time`, which all processes share."""
+    """When the last case may begin, in seconds of `time.time`, which all processes share."""
 
     minutes: float
     ends: float
 
     @staticmethod
-    def from_now(minutes: float) -> Budget:
-        """The budget of a session that starts now."""
-        return Budget(minutes=minutes, ends=time.time() + 60.0 * minutes * (1.0 - RESERVE))
+    def from_start(minutes: float) -> Budget:
+        """The budget of this process's session: its own start counts."""
+        ends = _started() + 60.0 * minutes * (1.0 - RESERVE)
+        return Budget(minutes=minutes, ends=ends)
 
     @property
     def is_over(self) -> bool:
         return time.time() > self.ends
+
+
+def _started() -> float:
+    own = Path("/proc/self")
+    return own.stat().st_ctime if own.exists() else time.time()
 
 
 def in_order(

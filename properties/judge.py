@@ -21,7 +21,7 @@ from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import not_applicable
 from properties import trusted
-from properties.budget import Budget
+from properties.budget import Budget, OutOfTime
 from properties.catalog import Check, property_id
 from properties.covering import axes_of
 from properties.failure import described
@@ -131,8 +131,8 @@ class Judge:
         key = (name, case_id(case))
         failure = self._failures.get(key)
         if failure is None:
-            if self._shrinks_no_more() and hypothesis.currently_in_test_context():
-                hypothesis.reject()
+            if hypothesis.currently_in_test_context():
+                self._end_in_time()
             failure = self._judged(check, case, name)
         if failure is not None:
             self._failed_at = self._failed_at if self._failures else time.monotonic()
@@ -146,11 +146,14 @@ class Judge:
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
 
-    def _shrinks_no_more(self) -> bool:
-        """Whether what was found is enough: hangs are rationed, and so is time."""
+    def _end_in_time(self) -> None:
+        """End a search whose time, or whose ration of hangs, is over."""
         over = self.budget is not None and self.budget.is_over
-        late = time.monotonic() - self._failed_at > MAX_SHRINK_S
-        return self._hangs >= MAX_HANGS or (bool(self._failures) and (over or late))
+        if over and not self._failures:
+            raise OutOfTime
+        late = over or time.monotonic() - self._failed_at > MAX_SHRINK_S
+        if self._hangs >= MAX_HANGS or (self._failures and late):
+            hypothesis.reject()
 
     def settled(self, error: PropertyFailure) -> PropertyFailure:
         """The failure a search ended with, of its simplest case and with a script that was run.

@@ -128,12 +128,12 @@ class Reporter:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests of this process."""
-        self._num_collected = len(session.items)
+        self._num_collected = max(self._num_collected, len(session.items))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """Count the tests of a worker: all have the same."""
-        self._num_collected = len(ids)
+        self._num_collected = max(self._num_collected, len(ids))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -198,7 +198,7 @@ def _budget(config: pytest.Config) -> Budget | None:
     if not minutes > 0:
         raise pytest.UsageError(f"--minutes: {minutes!r} is not legal; legal is a number above 0")
     ends = _inherited(config).get(WORKER_ENDS)
-    budget = Budget.from_now(minutes)
+    budget = Budget.from_start(minutes)
     return budget if ends is None else Budget(minutes=minutes, ends=float(ends))
 
 

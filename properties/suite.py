@@ -20,6 +20,7 @@ import pytest
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
+from properties.budget import OutOfTime
 from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
 from properties.narrowing import within
@@ -194,6 +195,8 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
         warnings.filterwarnings("ignore", message="Generating overly large repr")
         try:
             searched(judge=judge)
+        except OutOfTime:
+            return
         except PropertyFailure as error:
             failure = _told_briefly(error)
     if failure is not None:
