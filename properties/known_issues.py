@@ -1,4 +1,4 @@
-"""The known failures of torch's own FSDP1 and FSDP2, as the plain adapters show them.
+"""The known failures of torch's own FSDP1 and FSDP2, as the plain adapters show them, and verl's.
 
 All were seen on torch 2.13 with gloo. What the words of an entry mean is said in
 `properties.issues.issue`. The reference engine has none of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from properties.issues import programs
+from properties.issues import programs, verl
 from properties.issues import torch_defects as torch
 from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
 
@@ -274,4 +274,6 @@ ON_DEVICE = tuple(
     )
 )
 
-KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2 + ON_DEVICE
+VERL = verl.OWN + verl.inherited(FSDP1 + FSDP2 + ON_DEVICE)
+
+KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2 + ON_DEVICE + VERL

@@ -22,6 +22,7 @@ from properties.known_issues import KNOWN_ISSUES
 from properties.replay import DEFAULT_ENGINE
 from properties.session import (
     SESSION,
+    WORKER_LACKS,
     WORKER_SEED,
     WORKER_STRATEGIES,
     WORKER_UNREPLAYABLE,
@@ -103,6 +104,7 @@ def pytest_configure_node(node: Any) -> None:
     session = node.config.stash[SESSION]
     node.workerinput[WORKER_SEED] = session.seed
     node.workerinput[WORKER_STRATEGIES] = list(session.strategies)
+    node.workerinput[WORKER_LACKS] = list(session.lacks)
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote(session.device).address
 
@@ -125,7 +127,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     items: Sequence[Axes | Case]
     if session.cases is None:
-        items = suite.items(session.profile, strategies=session.strategies)
+        items = suite.items(session.profile, strategies=session.strategies, lacks=session.lacks)
     else:
         items = [case for case in session.cases if suite.takes(case)]
     ids = [case_id(item)[:12] if isinstance(item, Case) else str(item) for item in items]

@@ -26,6 +26,7 @@ WORKER_SEED = "fsdp_properties_seed"
 WORKER_ZYGOTE = "fsdp_properties_zygote"
 WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
 WORKER_STRATEGIES = "fsdp_properties_strategies"
+WORKER_LACKS = "fsdp_properties_lacks"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -34,9 +35,9 @@ class Session:
 
     `cases` are those given with `--cases`, None where cases are drawn; `broken_cases` say what is
     wrong with the others of that file. `hangs` counts over the whole process. Workers of xdist are
-    told the seed, the engine's `strategies` (none: all are drawn) and what the probe found,
-    `unreplayable`, by their controller, which alone keeps a
-    `report`, once `begin` was called.
+    told the seed, the engine's `strategies` (none: all are drawn), what it `lacks` and what the
+    probe found, `unreplayable`, by their controller, which alone keeps a `report`, once `begin` was
+    called.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -48,6 +49,7 @@ class Session:
         self.seed = _seed(config)
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
+        self.lacks: tuple[str, ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
         self.hangs = Hangs()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
@@ -83,7 +85,7 @@ class Session:
         except FsdpPropertiesError as error:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
-        self.strategies = capabilities.strategies
+        self.strategies, self.lacks = capabilities.strategies, capabilities.lacks
         self.unreplayable = probe(self.device)
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()

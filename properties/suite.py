@@ -50,9 +50,12 @@ class Suite(Protocol):
     def on_device(self) -> bool: ...
 
     def items(
-        self, profile: Profile, *, strategies: Collection[str] = ()
+        self, profile: Profile, *, strategies: Collection[str] = (), lacks: Collection[str] = ()
     ) -> tuple[Axes, ...] | tuple[Case, ...]:
-        """What the profile takes of them for an engine with these strategies; all where none."""
+        """What the profile takes of them for an engine with these strategies; all where none.
+
+        Rows with a value that the engine `lacks` are taken where there are no others.
+        """
 
     def takes(self, case: Case) -> bool:
         """Whether a case given by the user belongs into the suite."""
@@ -66,11 +69,14 @@ class _Rows:
     on_device: bool
     one_in: int
 
-    def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Axes, ...]:
+    def items(
+        self, profile: Profile, *, strategies: Collection[str] = (), lacks: Collection[str] = ()
+    ) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else -(-profile.rows // self.one_in)
         rows = [row for row in array if not strategies or row.strategy in strategies]
         rows = list(filter(self.where, rows))
+        rows = [row for row in rows if not {v for _, v in row.items()} & set(lacks)] or rows
         if profile.small_first and not self.main:
             rows = list(filter(is_small, rows)) or rows
         return varied(rows, count=count)
@@ -87,7 +93,13 @@ class _Table:
     overrides: bool
     on_device: bool = False
 
-    def items(self, profile: Profile, *, strategies: Collection[str] = ()) -> tuple[Case, ...]:  # noqa: ARG002  tables ask about no strategy
+    def items(
+        self,
+        profile: Profile,
+        *,
+        strategies: Collection[str] = (),  # noqa: ARG002  tables ask about no strategy
+        lacks: Collection[str] = (),  # noqa: ARG002  and list what is to be refused as well
+    ) -> tuple[Case, ...]:
         return spread(self.cases(), count=profile.table_cases)
 
     def takes(self, case: Case) -> bool:

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do at all, as plain data, for the report."""
+    """What an engine can do at all, as plain data, for the report and for what is drawn.
+
+    `lacks` has values of the main axes of which it refuses every case.
+    """
 
     name: str
     versions: dict[str, str]
     strategies: tuple[str, ...]
     actions: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
 
 
 DeviceName: TypeAlias = Literal["cpu", "sim"]

@@ -18,10 +18,16 @@ BUILT_IN: dict[str, str] = {
 }
 """The engines that come with a checkout; installed packages register more in `GROUP`."""
 
+OF_OTHERS: dict[str, tuple[str, str]] = {
+    "verl": ("verl", "fsdp_engine.adapters.verl.engine:Verl"),
+}
+"""Engines that others wrote: the package that has to be installed, and the adapter to it."""
+
 
 def registered() -> dict[str, str]:
     """Short name to `package.module:Class`, of everything installed."""
-    return BUILT_IN | {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    adapters = {name: path for name, (_, path) in OF_OTHERS.items()}
+    return BUILT_IN | adapters | {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
 def load_engine(name: str) -> Engine:
@@ -41,6 +47,12 @@ def load_engine(name: str) -> Engine:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        needed = OF_OTHERS.get(name, ("",))[0]
+        if needed and error.name == needed:
+            raise EngineLoadError(
+                f"engine {name!r} needs the package {needed}, which is not installed here: "
+                f"`make properties ENGINE={name}` builds an environment with it"
+            ) from error
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise EngineLoadError(f"engine {name!r}: there is no module {error.name}") from error
         raise

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -37,7 +38,7 @@ from fsdp_engine.world.device import prepare as prepare_device
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
-from fsdp_engine.world.registry import BUILT_IN
+from fsdp_engine.world.registry import BUILT_IN, OF_OTHERS
 
 PRELOAD = (
     *(path.partition(":")[0] for path in BUILT_IN.values()),
@@ -74,7 +75,7 @@ def main(control_fd: int, address: str, device_name: str) -> None:
     except AcceleratorError as error:
         _tell(socket.socket(fileno=control_fd), {"refused": str(error)})
         return
-    for name in PRELOAD:
+    for name in (*PRELOAD, *_of_installed_engines()):
         importlib.import_module(name)
     _warm_up()
     gc.collect()
@@ -87,6 +88,15 @@ def main(control_fd: int, address: str, device_name: str) -> None:
             _Nursery(socket.socket(fileno=control_fd), tap, device, listener).live()
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def _of_installed_engines() -> list[str]:
+    """The adapters to engines that others wrote, where those are installed."""
+    return [
+        path.partition(":")[0]
+        for package, path in OF_OTHERS.values()
+        if importlib.util.find_spec(package) is not None
+    ]
 
 
 def _warm_up() -> None:
