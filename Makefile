@@ -14,11 +14,15 @@ BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: properties test detection bench lint types layers check clean setup
+.PHONY: properties conformance test detection bench lint types layers check clean setup
 
 properties: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) \
 	  --device $(DEVICE) $(ARGS)
+
+# Every engine that is installed, one page: .reports/conformance/report.html. docs/conformance.md.
+conformance: setup
+	$(PYTHON) -m properties.conformance --profile $(PROFILE) --device $(DEVICE) $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest tests/ -n auto $(ARGS)

@@ -16,11 +16,15 @@ import hypothesis
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
-from fsdp_engine.contract.errors import UnsupportedCase
+from fsdp_engine.contract.errors import NotOffered, UnsupportedCase
+from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import Run
 from oracles.verdict import Mismatch, Verdict, failing, not_applicable
 from properties.catalog import Check, property_id
+from properties.covering import axes_of
+from properties.failure import described
 from properties.issues.issue import KnownIssue, fixed_issue, known_issue
+from properties.narrowing import is_lacking
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
 from properties.report import Tally
 from properties.repro import remove_repro, repro_path, source_of, write_repro
@@ -52,6 +56,8 @@ def failure_class(name: str, how: str) -> type[PropertyFailure]:
 class _Failure:
     kind: type[PropertyFailure]
     message: str
+    outcome: str
+    shown: Observation | None
 
 
 @dataclass(slots=True)
@@ -64,9 +70,13 @@ class Hangs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """How a case ended; `issue` explains a failure, `fixed` is one that a pass disproves."""
+    """How a case ended; `issue` explains a failure, `fixed` is one that a pass disproves.
+
+    `shown` is what the case itself showed.
+    """
 
     ending: Ending
+    shown: Observation | None = None
     issue: KnownIssue | None = None
     fixed: KnownIssue | None = None
 
@@ -75,8 +85,9 @@ class _Judged:
 class Judge:
     """Judges the cases of one test.
 
-    `tallies` counts by property, `hangs` over all tests. A case that did not pass keeps its
-    message, so that the search sees the same end when it comes back to it.
+    `tallies` counts by property, `hangs` over all tests; `lacks` is where the engine says that no
+    case applies to it. A case that did not pass keeps its message, so that the search sees the same
+    end when it comes back to it.
     """
 
     worlds: Worlds
@@ -85,6 +96,7 @@ class Judge:
     known_issues: tuple[KnownIssue, ...]
     hangs: Hangs
     device: str = "cpu"
+    lacks: tuple[dict[str, str], ...] = ()
     tallies: dict[str, Tally] = field(default_factory=dict)
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
@@ -109,7 +121,11 @@ class Judge:
             failure = self._judged(check, case, name)
         if failure is not None:
             self._failures[key] = failure
-            self._keep_only(name, case)
+            path = self._keep_only(name, case)
+            told = described(
+                case, path, outcome=failure.outcome, message=failure.message, shown=failure.shown
+            )
+            self.tallies[name].failures = [told]
             # One line for all: the search tells failures apart by the line too.
             raise failure.kind(failure.message)
 
@@ -119,7 +135,7 @@ class Judge:
         try:
             judged = self._confirmed(check, case, name)
         except UnsupportedCase as error:
-            tally.refuse(str(error), by_engine=True)
+            tally.refuse(str(error), by_engine=not isinstance(error, NotOffered))
             return None
         except Exception:
             tally.add_inconclusive()  # the check itself is broken; what it raised is shown
@@ -155,9 +171,14 @@ class Judge:
         message = failure_message(
             case, verdict, name=name, engine=self.engine, device=self.device, path=path
         )
-        return _Failure(kind=failure_class(name, how), message=message)
+        return _Failure(
+            kind=failure_class(name, how),
+            message=message,
+            outcome=verdict.outcome,
+            shown=judged.shown,
+        )
 
-    def _keep_only(self, name: str, case: Case) -> None:
+    def _keep_only(self, name: str, case: Case) -> Path:
         """Write the files of the failure at hand; those of a search's larger cases go.
 
         A search ends by judging its smallest case once more, so its files are the ones that stay.
@@ -169,6 +190,7 @@ class Judge:
         if before != path:
             remove_repro(before)
         self._kept[name] = path
+        return path
 
     def _confirmed(self, check: Check, case: Case, name: str) -> _Judged:
         """How the case ends in a warm world; anything but a pass is repeated in a fresh one.
@@ -203,19 +225,25 @@ class Judge:
     def _run(self, check: Check, case: Case, name: str, run: Run) -> _Judged:
         """The case's end in a world, held against the known issues."""
         watched = Watched(run)
-        ending = ending_of(check, case, watched)
-        issues, ran = self.known_issues, watched.cases
+        try:
+            ending = ending_of(check, case, watched)
+        except UnsupportedCase as error:
+            row = axes_of(watched.cases[-1])
+            if row is not None and is_lacking(row, self.lacks):
+                raise NotOffered(str(error)) from error
+            raise
+        issues, ran = self.known_issues, watched.cases or [case]
         match ending.verdict.outcome:
             case "pass":
                 fixed = fixed_issue(issues, engine=self.engine, property_id=name, ran=ran)
-                return _Judged(ending=ending, fixed=fixed)
+                return _Judged(ending=ending, shown=watched.shown, fixed=fixed)
             case "fail" | "inconclusive":
                 issue = known_issue(
                     issues, engine=self.engine, property_id=name, ran=ran, ending=ending
                 )
                 if issue is not None and ending.how == "Hung":
                     self.hangs.known.add(issue.id)
-                return _Judged(ending=ending, issue=issue)
+                return _Judged(ending=ending, shown=watched.shown, issue=issue)
         return _Judged(ending=ending)
 
     def _known_to_hang(self, name: str, case: Case) -> KnownIssue | None:

@@ -1,13 +1,16 @@
-"""The known failures of torch's own FSDP1 and FSDP2, as the plain adapters show them, and verl's.
+"""The known failures of torch's own FSDP1 and FSDP2, and of the engines that stand on them.
 
-All were seen on torch 2.13 with gloo. What the words of an entry mean is said in
+Torch's were seen on torch 2.13 with gloo, through the plain adapters; an engine that leaves torch's
+wrapper as it is has them as well. What the words of an entry mean is said in
 `properties.issues.issue`. The reference engine has none of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+from fsdp_engine.contract.case import Case, Strategy
 from properties.issues import programs, verl
 from properties.issues import torch_defects as torch
 from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
@@ -17,16 +20,30 @@ __all__ = ["KNOWN_ISSUES", "KnownIssue", "fixed_issue", "known_issue"]
 _PYTORCH = "https://github.com/pytorch/pytorch"
 _SOURCE = f"{_PYTORCH}/blob/v2.13.0/torch/distributed/fsdp"
 _GRADIENTS = ("gradient-matches-oracle",)
+_ON_FSDP1 = ("torch_fsdp1", "accelerate")
+_ON_FSDP2 = ("torch_fsdp2", "accelerate", "lightning")
 
 
 def _both(first: Predicate, *others: Predicate) -> Predicate:
     return lambda case: first(case) and all(other(case) for other in others)
 
 
+def _under(strategy: Strategy, issues: tuple[KnownIssue, ...]) -> tuple[KnownIssue, ...]:
+    """The same in cases of that strategy alone: some engines have both."""
+
+    def asks(case: Case) -> bool:
+        return case.engine.strategy == strategy
+
+    return tuple(
+        replace(issue, hits=_both(asks, issue.hits), must=_both(asks, issue.must))
+        for issue in issues
+    )
+
+
 FSDP1 = (
     KnownIssue(
         id="fsdp1-one-shard-never-averages",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="hybrid sharding with one shard turns into NO_SHARD over the shard axis, so "
         "gradients are divided by the number of ranks and never cross the replicas",
         reference=f"{_PYTORCH}/issues/154888",
@@ -37,7 +54,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-no-shard-rounds-running-sum",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="NO_SHARD reduces the sum of the new and the already reduced gradient, so the sum "
         "is rounded to the reduce dtype at every micro-batch",
         reference=f"{_SOURCE}/_runtime_utils.py#L932",
@@ -48,7 +65,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-clip-refuses-double",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="clip_grad_norm_ asks for norms in fp32, which torch refuses for fp64 gradients",
         reference=f"{_SOURCE}/fully_sharded_data_parallel.py#L2119",
         hits=torch.clips_in_double,
@@ -58,7 +75,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-norm-rounded-on-some-ranks",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="clip_grad_norm_ hands the norm back in the gradients' dtype, but in fp32 on a rank "
         "whose shard holds none of them",
         reference=f"{_SOURCE}/fully_sharded_data_parallel.py#L1207",
@@ -70,7 +87,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-no-shard-tied-and-frozen",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="with NO_SHARD a tied parameter of a wholly frozen unit is registered as a tensor "
         "that is no parameter, which the next forward asserts against",
         reference=f"{_SOURCE}/_flat_param.py#L2024",
@@ -81,7 +98,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-no-shard-exports-no-frozen-root",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="with NO_SHARD the parameters of a wholly frozen root stay registered as tensors "
         "behind a backward, so the state dict has no place for them",
         reference=f"{_SOURCE}/_state_dict_utils.py#L227",
@@ -92,7 +109,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-no-shard-tied-in-low-precision",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="with NO_SHARD every forward assigns a tied parameter its gradient once more, which "
         "torch refuses where no_sync left one in the compute dtype",
         reference=f"{_SOURCE}/_flat_param.py#L1949",
@@ -103,7 +120,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-deferred-unit-not-in-the-last",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="the final callback asserts that every unit with a gradient was reduced in the last "
         "backward, which one that only earlier micro-batches used was not",
         reference=f"{_SOURCE}/_flat_param.py#L1715",
@@ -114,7 +131,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-no-shard-unit-not-in-the-last",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="with NO_SHARD a unit that only earlier micro-batches used is not reduced at all: "
         "its gradient stays as no_sync left it, in the compute dtype",
         reference=f"{_SOURCE}/_runtime_utils.py#L932",
@@ -125,7 +142,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-steps-what-was-not-used",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="a parameter that no rank used has zeros for a gradient where its unit ran, so "
         "weight decay moves it and AdamW gives it state",
         reference=f"{_SOURCE}/_flat_param.py#L2595",
@@ -137,7 +154,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-interrupted-batch-stays",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="an exception in a micro-batch leaves training states, gathered parameters and "
         "saved gradients as they were, and nothing public puts them back",
         reference=f"{_SOURCE}/_runtime_utils.py#L701",
@@ -147,7 +164,7 @@ FSDP1 = (
     ),
     KnownIssue(
         id="fsdp1-restore-while-gathered",
-        engines=("torch_fsdp1",),
+        engines=_ON_FSDP1,
         reason="the root stays gathered after a forward without backward, so what is written to "
         "its shards in place is not seen by the next forward",
         reference=f"{_PYTORCH}/issues/117421",
@@ -161,7 +178,7 @@ FSDP1 = (
 FSDP2 = (
     KnownIssue(
         id="fsdp2-fresh-gradient-in-the-last",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="a parameter first used in the last micro-batch has a gradient in the compute dtype "
         "beside accumulated ones in the reduce dtype",
         reference=f"{_PYTORCH}/issues/196996",
@@ -172,7 +189,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-accumulates-what-never-ran",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="a unit that was never gathered has no unsharded parameter, which the accumulation "
         "in the reduce dtype reads all the same",
         reference=f"{_PYTORCH}/pull/194058",
@@ -183,7 +200,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-sizes-differ-between-ranks",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="a unit reduces the parameters that have a gradient on this rank; where others have "
         "more or fewer, sizes do not fit and gloo ends the process",
         reference=f"{_PYTORCH}/issues/158719",
@@ -199,7 +216,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-mixes-what-ranks-use",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="a unit reduces the parameters that have a gradient on this rank; where others have "
         "others of the same size, these are added up silently; the norm behind it has a term per "
         "gradient, so where some ranks have more gloo waits or ends the process",
@@ -211,7 +228,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-unfrozen-after-first-forward",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="a unit takes its dtypes from the parameters that train at the first forward, of "
         "which there are none: its gradient is neither reduced in the reduce dtype nor cast back",
         reference=f"{_PYTORCH}/issues/186998",
@@ -222,7 +239,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-frozen-or-unfrozen-while-gathered",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="what stays gathered after a forward without backward keeps the requires_grad of "
         "then, so the next micro-batch does not see what was frozen or unfrozen since",
         reference=f"{_SOURCE}/_fully_shard/_fsdp_param_group.py#L372",
@@ -233,7 +250,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-interrupted-batch-stays",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="gradients that wait for their reduction survive zero_grad and reset_iter_state "
         "and are added to the next batch's",
         reference=f"{_SOURCE}/_fully_shard/_fully_shard.py#L376",
@@ -244,7 +261,7 @@ FSDP2 = (
     ),
     KnownIssue(
         id="fsdp2-restore-while-gathered",
-        engines=("torch_fsdp2",),
+        engines=_ON_FSDP2,
         reason="the root stays gathered after a forward without backward, so what is written to "
         "its shards in place is not seen by the next forward",
         reference=f"{_PYTORCH}/issues/144289",
@@ -276,4 +293,9 @@ ON_DEVICE = tuple(
 
 VERL = verl.OWN + verl.inherited(FSDP1 + FSDP2 + ON_DEVICE)
 
-KNOWN_ISSUES: tuple[KnownIssue, ...] = FSDP1 + FSDP2 + ON_DEVICE + VERL
+KNOWN_ISSUES: tuple[KnownIssue, ...] = (
+    *_under("fsdp1", FSDP1),
+    *_under("fsdp2", FSDP2),
+    *ON_DEVICE,
+    *VERL,
+)

@@ -27,14 +27,20 @@ class Worlds(Run, Protocol):
 
 @dataclass(slots=True)
 class Watched:
-    """A run that keeps the cases it is asked for: a check may run others than its own."""
+    """A run that keeps the cases it is asked for: a check may run others than its own.
+
+    `shown` is what the first of them showed, None where it showed nothing.
+    """
 
     run: Run
     cases: list[Case] = field(default_factory=list)
+    shown: Observation | None = None
 
     def __call__(self, case: Case) -> Observation:
         self.cases.append(case)
-        return self.run(case)
+        observation = self.run(case)
+        self.shown = self.shown or observation
+        return observation
 
     def tables(
         self,

@@ -128,6 +128,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     items: Sequence[Axes | Case]
     if session.cases is None:
         items = suite.items(session.profile, strategies=session.strategies, lacks=session.lacks)
+        if not items:
+            lacking = pytest.mark.skip(
+                reason="not applicable: all its rows are what the engine lacks"
+            )
+            metafunc.parametrize("row", [pytest.param(None, id="no-row", marks=lacking)])
+            return
     else:
         items = [case for case in session.cases if suite.takes(case)]
     ids = [case_id(item)[:12] if isinstance(item, Case) else str(item) for item in items]
@@ -169,6 +175,7 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
         repro_folder=Path(".repro"),
         known_issues=KNOWN_ISSUES,
         hangs=session.hangs,
+        lacks=session.lacks,
     )
     yield judging
     plain = {name: tally.to_plain() for name, tally in judging.tallies.items()}

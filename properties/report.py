@@ -11,7 +11,6 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -39,7 +38,8 @@ class Tally:
     `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
     what the check itself has nothing to say about. `known_issue` counts failed cases by the issue
     that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are
-    the main axes of the judged cases.
+    the main axes of the judged cases. `failures` has the smallest case of each search that ended
+    in a failure or without a verdict, as `properties.failure` writes it down.
     """
 
     drawn: int = 0
@@ -56,6 +56,7 @@ class Tally:
     seconds: float = 0.0
     case_ids: list[str] = field(default_factory=list)
     rows: set[tuple[str, ...]] = field(default_factory=set)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
     def refuse(self, reason: str, *, by_engine: bool) -> None:
         """Count a case that does not apply; it covers nothing."""
@@ -97,6 +98,7 @@ class Tally:
         self.seconds += other.seconds
         self.case_ids += other.case_ids
         self.rows |= other.rows
+        self.failures += other.failures
         self._add_margin(other.worst_margin, other.margin_kind)
 
     def _add_margin(self, margin: float | None, kind: MarginKind) -> None:
@@ -120,7 +122,7 @@ class Tally:
     @property
     def unsatisfiable(self) -> bool:
         """Whether the engine refused every case there was."""
-        return self.verdict == "not_applicable" and self.refused_by_engine > 0
+        return 0 < self.refused_by_engine == self.drawn
 
     def to_plain(self) -> dict[str, Any]:
         """As values that any process can send and `from_plain` reads."""
@@ -140,7 +142,8 @@ class Report:
     """A session: where and how it ran, its tallies, and the moments its tests began and ended.
 
     `unreplayable`: compute dtypes in which the probe at its start did not confirm that replayed
-    gradients are bit-equal, and why. Of `known_issues` those of the engine are listed, met or not.
+    gradients are bit-equal, and why. `lacks` is where the engine says that no case applies to it.
+    Of `known_issues` those of the engine are listed, met or not.
     """
 
     engine: str
@@ -150,6 +153,7 @@ class Report:
     seed: int
     max_world_size: int
     unreplayable: dict[str, str] = field(default_factory=dict)
+    lacks: tuple[dict[str, str], ...] = ()
     known_issues: tuple[KnownIssue, ...] = KNOWN_ISSUES
     tallies: dict[str, Tally] = field(default_factory=dict)
     began: float | None = None
@@ -193,6 +197,7 @@ class Report:
             "pairs_feasible": feasible,
             "pairs_judged": covered,
             "unreplayable": dict(sorted(self.unreplayable.items())),
+            "lacks": list(self.lacks),
             "known_issues": [self._issue(issue) for issue in self._own_issues()],
             "properties": [_property(name, tally) for name, tally in sorted(self.tallies.items())],
         }
@@ -254,7 +259,7 @@ class Report:
     def unsatisfiable(self) -> list[str]:
         """One line for every property of which the engine refused all cases."""
         return [
-            f"property {name}: every case was refused: {_most_common(tally.not_applicable)}"
+            f"property {name}: every case was refused: {'; '.join([*tally.not_applicable][:3])}"
             for name, tally in sorted(self.tallies.items())
             if tally.unsatisfiable
         ]
@@ -276,6 +281,7 @@ def _property(name: str, tally: Tally) -> dict[str, Any]:
         "margin_kind": tally.margin_kind,
         "seconds": round(tally.seconds, 3),
         "case_ids": sorted(set(tally.case_ids)),
+        "failures": tally.failures,
     }
 
 
@@ -291,7 +297,3 @@ def _line(name: str, tally: Tally) -> tuple[str, ...]:
         margin += f" ({tally.margin_kind})"
     verdict = tally.verdict.replace("_", " ")
     return (name, verdict, str(tally.judged), worlds or "-", margin, f"{tally.seconds:.1f}")
-
-
-def _most_common(reasons: Iterable[str]) -> str:
-    return "; ".join(list(dict.fromkeys(reasons))[:3])

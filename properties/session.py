@@ -36,8 +36,8 @@ class Session:
     `cases` are those given with `--cases`, None where cases are drawn; `broken_cases` say what is
     wrong with the others of that file. `hangs` counts over the whole process. Workers of xdist are
     told the seed, the engine's `strategies` (none: all are drawn), what it `lacks` and what the
-    probe found, `unreplayable`, by their controller, which alone keeps a `report`, once `begin` was
-    called.
+    probe found, `unreplayable`, by their controller, which alone keeps a
+    `report`, once `begin` was called.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -49,7 +49,7 @@ class Session:
         self.seed = _seed(config)
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
-        self.lacks: tuple[str, ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
+        self.lacks: tuple[dict[str, str], ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
         self.hangs = Hangs()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
@@ -97,6 +97,7 @@ class Session:
             seed=self.seed,
             max_world_size=self.profile.max_world_size,
             unreplayable=self.unreplayable,
+            lacks=self.lacks,
         )
         return self.report
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
@@ -22,6 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from fsdp_engine.contract.case import Case
 from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
+from properties.narrowing import within
 from properties.profiles import Profile, settings_of
 from properties.strategies.regions import is_small
 
@@ -50,11 +51,15 @@ class Suite(Protocol):
     def on_device(self) -> bool: ...
 
     def items(
-        self, profile: Profile, *, strategies: Collection[str] = (), lacks: Collection[str] = ()
+        self,
+        profile: Profile,
+        *,
+        strategies: Collection[str] = (),
+        lacks: Collection[Mapping[str, str]] = (),
     ) -> tuple[Axes, ...] | tuple[Case, ...]:
         """What the profile takes of them for an engine with these strategies; all where none.
 
-        Rows with a value that the engine `lacks` are taken where there are no others.
+        Rows that the engine lacks are exchanged for what it has.
         """
 
     def takes(self, case: Case) -> bool:
@@ -70,13 +75,16 @@ class _Rows:
     one_in: int
 
     def items(
-        self, profile: Profile, *, strategies: Collection[str] = (), lacks: Collection[str] = ()
+        self,
+        profile: Profile,
+        *,
+        strategies: Collection[str] = (),
+        lacks: Collection[Mapping[str, str]] = (),
     ) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
         count = profile.main_rows if self.main else -(-profile.rows // self.one_in)
         rows = [row for row in array if not strategies or row.strategy in strategies]
-        rows = list(filter(self.where, rows))
-        rows = [row for row in rows if not {v for _, v in row.items()} & set(lacks)] or rows
+        rows = list(filter(self.where, within(rows, lacks)))
         if profile.small_first and not self.main:
             rows = list(filter(is_small, rows)) or rows
         return varied(rows, count=count)
@@ -97,8 +105,8 @@ class _Table:
         self,
         profile: Profile,
         *,
-        strategies: Collection[str] = (),  # noqa: ARG002  tables ask about no strategy
-        lacks: Collection[str] = (),  # noqa: ARG002  and list what is to be refused as well
+        strategies: Collection[str] = (),  # noqa: ARG002  tables ask about no row
+        lacks: Collection[Mapping[str, str]] = (),  # noqa: ARG002
     ) -> tuple[Case, ...]:
         return spread(self.cases(), count=profile.table_cases)
 

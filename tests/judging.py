@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import EngineRaised, RankDied, RankHung
-from fsdp_engine.contract.observation import Observation
+from fsdp_engine.contract.observation import Numerics, Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing
 from properties.issues.issue import KnownIssue
@@ -30,8 +31,15 @@ WRONG = failing(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told(Observation):
+    """An observation of no ranks that says what the check is to say."""
+
+    verdict: Verdict
+
+
 class FakeWorlds:
-    """Answers with a verdict where a world answers with an observation; the check hands it on."""
+    """Answers with a verdict inside what it shows; the check hands it on."""
 
     def __init__(self, warm: Behaviour, fresh: Behaviour | None = None) -> None:
         self._answer = warm
@@ -40,7 +48,7 @@ class FakeWorlds:
 
     def __call__(self, case: Case) -> Observation:
         self.num_runs += 1
-        return cast(Observation, self._answer(case))
+        return Told(numerics=cast(Numerics, None), ranks=(), verdict=self._answer(case))
 
     def tables(
         self,
@@ -59,7 +67,7 @@ class FakeWorlds:
 
 def hand_on(case: Case, run: Run) -> Verdict:
     """A check that says what the fake world says."""
-    return cast(Verdict, run(case))
+    return cast(Told, run(case)).verdict
 
 
 def raising(error: Exception) -> Behaviour:

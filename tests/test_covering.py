@@ -21,6 +21,7 @@ from properties.covering import (
     spread,
     varied,
 )
+from properties.narrowing import within
 from properties.profiles import PROFILES, Profile
 from properties.strategies.cases import any_cases
 from properties.strategies.tables import one_case
@@ -124,3 +125,19 @@ def test_engine_options_are_combined_evenly() -> None:
         for values in itertools.product(FACTORS[first], FACTORS[second]):
             usage = sum((getattr(row, first), getattr(row, second)) == values for row in rows)
             assert usage >= len(rows) // 5
+
+
+def test_rows_that_an_engine_lacks_are_exchanged_for_what_it_has() -> None:
+    rows = covering_array(strength=2, max_world_size=4)
+    lacks = ({"strategy": "fsdp1", "mesh": "grid"}, {"mesh": "column"}, {"sync": "eager"})
+    kept = within(rows, lacks)
+    assert all(map(is_possible, kept))
+    assert len(set(kept)) == len(kept)
+    for row in kept:
+        assert row.sync == "deferred"
+        assert row.mesh != "column"
+        assert (row.strategy, row.mesh) != ("fsdp1", "grid")
+    assert {row.mesh for row in kept} == set(FACTORS["mesh"]) - {"column"}
+    assert within(rows, ()) == tuple(dict.fromkeys(rows))
+    everything = tuple({"mesh": mesh} for mesh in FACTORS["mesh"])
+    assert within(rows, everything) == ()

@@ -19,11 +19,12 @@ WRONG = failing(Mismatch(where="w", got="1", wanted="0"), margin=math.inf, margi
 FIELDS = [
     "schema", "engine", "device", "versions", "profile", "seed", "wall_seconds",
     "cases_per_second", "pairs_feasible", "pairs_judged", "unreplayable",
-    "known_issues", "properties",
+    "lacks", "known_issues", "properties",
 ]  # fmt: skip
 PROPERTY_FIELDS = [
     "id", "drawn", "judged", "not_applicable", "inconclusive", "known_issue", "fixed", "failed",
     "cases_per_world_size", "verdict", "worst_margin", "margin_kind", "seconds", "case_ids",
+    "failures",
 ]  # fmt: skip
 
 

@@ -12,10 +12,13 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp_engine.adapters.optional_units import run_the_same_units
 from fsdp_engine.contract.batch import Planning, Static
-from fsdp_engine.contract.case import Case, LossMode, Optimizer
+from fsdp_engine.contract.case import Case, LossMode
+from fsdp_engine.contract.case import Optimizer as OptimizerOptions
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
 from fsdp_engine.torch_private.shards import (
@@ -38,16 +41,21 @@ NO_ADAPTER_CONTROL = "plain torch exports the wrapped model as it is and runs it
 class PlainTrainee:
     """What both wrappers share: the training loop, the optimizer, the batch's arithmetic."""
 
-    def __init__(self, module: nn.Module, case: Case, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        case: Case,
+        device: torch.device,
+        *,
+        optimizer: Optimizer | None = None,
+        schedule: LRScheduler | None = None,
+    ) -> None:
+        """`optimizer` and `schedule` are those of `optimizer_of` and `schedule_of` where None."""
         self.module = module
         self.case = case
         self.device = device
-        options = case.optimizer
-        kind = torch.optim.SGD if options.kind == "sgd" else torch.optim.AdamW
-        self.optimizer = kind(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, partial(learning_rate_factor, options)
-        )
+        self.optimizer = optimizer or optimizer_of(module, case.optimizer)
+        self.schedule = schedule or schedule_of(self.optimizer, case.optimizer)
         self.counts: LossCounts | None = None
         self.total = 0.0
 
@@ -71,15 +79,21 @@ class PlainTrainee:
             micro_batch = batch.select(indices).to(self.device)
             synced = not self.case.engine.deferred or number == len(plan) - 1
             with self.gradient_sync(enabled=synced):
-                output = self.module(**module_arguments(self.case, micro_batch.inputs))
+                output = self.forward(micro_batch.inputs)
                 token_losses = loss(output, micro_batch)
                 scaled = normalised_loss(
                     token_losses, micro_batch.loss_mask, self.case.engine.loss_mode, counts
                 )
-                scaled.backward()  # type: ignore[no-untyped-call]  # so in torch
+                self.backward(scaled)
             total += scaled.item()
         self.total = total
         return Losses(total=total, plan=plan)
+
+    def forward(self, inputs: dict[str, Tensor]) -> object:
+        return self.module(**module_arguments(self.case, inputs))
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]  # so in torch
 
     def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -144,10 +158,21 @@ class PlainTrainee:
     @torch.no_grad()
     def infer(self, batch: LocalBatch, loss: TokenLoss) -> Tensor:
         everything = batch.select(range(len(batch))).to(self.device)
-        return loss(self.module(**module_arguments(self.case, everything.inputs)), everything)
+        return loss(self.forward(everything.inputs), everything)
 
 
-def learning_rate_factor(options: Optimizer, step: int) -> float:
+def optimizer_of(module: nn.Module, options: OptimizerOptions) -> Optimizer:
+    """Torch's optimizer over all of the module's parameters."""
+    kind = SGD if options.kind == "sgd" else AdamW
+    return kind(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+
+
+def schedule_of(optimizer: Optimizer, options: OptimizerOptions) -> LRScheduler:
+    """Torch's scheduler with the case's schedule."""
+    return LambdaLR(optimizer, partial(learning_rate_factor, options))
+
+
+def learning_rate_factor(options: OptimizerOptions, step: int) -> float:
     """Linear warmup, then constant or a cosine that falls to `min_lr_ratio`."""
     if step < options.warmup_steps:
         return step / options.warmup_steps

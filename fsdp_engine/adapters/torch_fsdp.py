@@ -23,8 +23,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import NO_ADAPTER_CONTROL, PlainTrainee, ranks_run_the_same
-from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Action, Export, Infer
+from fsdp_engine.adapters.plain_loop import PlainTrainee, ranks_run_the_same
+from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, Export
 from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
@@ -50,7 +50,7 @@ class TorchFsdp1:
         return _capabilities("torch_fsdp1", "fsdp1")
 
     def supports(self, case: Case) -> str | None:
-        return _refusal("fsdp1", case)
+        return refusal("fsdp1", case)
 
     def numerics(self, case: Case) -> Numerics:
         return fsdp1_numerics(case)
@@ -59,7 +59,7 @@ class TorchFsdp1:
         return {}
 
     def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return _mesh_shape(world_size, fsdp_size)
+        return no_size_option(world_size, fsdp_size)
 
     def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
         if (mesh_ndim, zero3) not in STRATEGIES:
@@ -69,20 +69,12 @@ class TorchFsdp1:
     def build(self, case: Case, rank: RankContext) -> Fsdp1Trainee:
         model = build_model(case)
         classes = {type(model.get_submodule(name)) for name in unit_names(case)}
-        policy = case.dtypes
-        precision = MixedPrecision(
-            param_dtype=TORCH_DTYPES[policy.compute],
-            reduce_dtype=TORCH_DTYPES[policy.reduce],
-            buffer_dtype=None,
-            cast_forward_inputs=True,
-            cast_root_forward_inputs=True,
-        )
         module = FullyShardedDataParallel(
             model,
             device_mesh=_device_mesh(case, rank),
             sharding_strategy=STRATEGIES[case.mesh.ndim, case.engine.reshard_after_forward],
             auto_wrap_policy=ModuleWrapPolicy(classes),
-            mixed_precision=precision if policy.mixed else None,
+            mixed_precision=fsdp1_policy(case.dtypes),
             device_id=torch.device(rank.device),
             use_orig_params=True,
         )
@@ -96,7 +88,7 @@ class TorchFsdp2:
         return _capabilities("torch_fsdp2", "fsdp2")
 
     def supports(self, case: Case) -> str | None:
-        return _refusal("fsdp2", case)
+        return refusal("fsdp2", case)
 
     def numerics(self, case: Case) -> Numerics:
         return fsdp2_numerics(case)
@@ -105,7 +97,7 @@ class TorchFsdp2:
         return {}
 
     def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return _mesh_shape(world_size, fsdp_size)
+        return no_size_option(world_size, fsdp_size)
 
     def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
         if mesh_ndim not in (1, 2):
@@ -117,7 +109,7 @@ class TorchFsdp2:
         options: dict[str, Any] = {
             "mesh": _device_mesh(case, rank),
             "reshard_after_forward": case.engine.reshard_after_forward,
-            "mp_policy": _fsdp2_policy(case.dtypes),
+            "mp_policy": fsdp2_policy(case.dtypes),
         }
         for name in unit_names(case):
             fully_shard(model.get_submodule(name), **options)
@@ -143,7 +135,7 @@ class Fsdp1Trainee(PlainTrainee):
         with FullyShardedDataParallel.state_dict_type(
             self.module, StateDictType.FULL_STATE_DICT, config
         ):
-            return _copies(self.module.state_dict())
+            return full_copies(self.module.state_dict())
 
 
 class Fsdp2Trainee(PlainTrainee):
@@ -165,10 +157,10 @@ class Fsdp2Trainee(PlainTrainee):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  nothing to stage
-        return _copies(self.module.state_dict())
+        return full_copies(self.module.state_dict())
 
 
-def _copies(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def full_copies(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """All of it at once: what a state dict holds is the weights themselves, which a step moves."""
     return iter(
         [
@@ -184,17 +176,17 @@ def _capabilities(name: str, strategy: str) -> Capabilities:
         versions={"torch": torch.__version__},
         strategies=(strategy,),
         actions=tuple(kind for kind in ACTIONS if kind not in CHECKPOINT_ACTIONS),
+        without=("adapter",),
     )
 
 
-def _refusal(strategy: str, case: Case) -> str | None:
+def refusal(strategy: str, case: Case) -> str | None:
+    """What a plain training loop around torch's wrapper cannot do, in words."""
     engine = case.engine
     if engine.strategy != strategy:
         return f"this engine is {strategy}, the case asks for {engine.strategy}"
     if engine.config_source != "dataclass" or engine.overrides:
         return "plain torch has no configuration file, legacy object or fields to override"
-    if any(map(_is_about_adapter, case.program)):
-        return NO_ADAPTER_CONTROL
     if case.model.optional == "unit" and not ranks_run_the_same(case):
         return (
             "some ranks run the optional unit in a micro-batch in which others do not: a forward "
@@ -203,14 +195,14 @@ def _refusal(strategy: str, case: Case) -> str | None:
     return None
 
 
-def _is_about_adapter(action: Action) -> bool:
-    if isinstance(action, Export):
-        return action.weights != "all" or action.unfuse
-    return isinstance(action, Infer) and action.adapter != "on"
-
-
-def _mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
+def no_size_option(world_size: int, fsdp_size: int) -> tuple[int, ...]:
+    """There is no option to ask for a mesh by a size."""
     raise UnsupportedCase(f"plain torch takes a mesh as it is, not {world_size}, {fsdp_size}")
+
+
+def no_strategy_names(mesh_ndim: int, *, zero3: bool) -> str:
+    """The names of FSDP1's strategies are not the engine's own."""
+    raise UnsupportedCase(f"the engine names no strategy for {mesh_ndim} axes, zero3 {zero3}")
 
 
 def _device_mesh(case: Case, rank: RankContext) -> DeviceMesh:
@@ -218,7 +210,21 @@ def _device_mesh(case: Case, rank: RankContext) -> DeviceMesh:
     return init_device_mesh(torch.device(rank.device).type, case.mesh.shape, mesh_dim_names=axes)
 
 
-def _fsdp2_policy(policy: DtypePolicy) -> MixedPrecisionPolicy:
+def fsdp1_policy(policy: DtypePolicy) -> MixedPrecision | None:
+    """The case's policy in FSDP1's words; None where nothing is cast."""
+    if not policy.mixed:
+        return None
+    return MixedPrecision(
+        param_dtype=TORCH_DTYPES[policy.compute],
+        reduce_dtype=TORCH_DTYPES[policy.reduce],
+        buffer_dtype=None,
+        cast_forward_inputs=True,
+        cast_root_forward_inputs=True,
+    )
+
+
+def fsdp2_policy(policy: DtypePolicy) -> MixedPrecisionPolicy:
+    """The case's policy in FSDP2's words."""
     if not policy.mixed:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(

@@ -217,8 +217,28 @@ ACTIONS = (
 CHECKPOINT_ACTIONS = ("save", "load", "reject")
 """The kinds of those that need a trainee with checkpoints."""
 
+ABILITIES: dict[str, str] = {
+    "adapter": "exports of the base, the adapter or merged weights, and of experts one by one, and "
+    "inference without the adapter or with it merged",
+    "reshard": "checkpoints loaded on another mesh or by another strategy",
+}
+"""What an action may need beyond its kind, in words."""
+
 BATCH_ACTIONS = (Train, Infer, Poison, Interrupt)
 """The actions that run over a batch."""
+
+
+def ability_for(action: Action) -> str | None:
+    """The one of `ABILITIES` that an action needs, if any."""
+    match action:
+        case Export():
+            return "adapter" if action.weights != "all" or action.unfuse else None
+        case Infer():
+            return "adapter" if action.adapter != "on" else None
+        case Load():
+            return "reshard" if action.strategy or action.shape else None
+        case _:
+            return None
 
 
 def asks_for_step(action: Action) -> bool:

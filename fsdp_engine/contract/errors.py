@@ -9,6 +9,7 @@ FsdpPropertiesError
 ├── AcceleratorError                   the simulated device cannot be had in this process
 └── RunError                           a case that ran and showed no observation
     ├── UnsupportedCase                the engine says in words why it does not apply
+    │   └── NotOffered                 it has an action that the engine does not list
     ├── EngineRaised                   at least one rank raised inside the engine
     ├── RankDied                       at least one rank process ended
     ├── RankHung                       the deadline passed
@@ -55,6 +56,10 @@ class RunError(FsdpPropertiesError):
 
 class UnsupportedCase(RunError):
     """The engine declares, with a reason, that the case does not apply to it."""
+
+
+class NotOffered(UnsupportedCase):
+    """The case has an action that is not among those that the engine says it has."""
 
 
 class EngineRaised(RunError):

@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do at all, as plain data, for the report and for what is drawn.
+    """What an engine can do at all, as plain data, for the report.
 
-    `lacks` has values of the main axes of which it refuses every case.
+    `lacks` are combinations that it never supports, by the axes of `properties.covering`: no case
+    is drawn in them. `{"strategy": "fsdp1", "mesh": "grid"}` is one, `{"mesh": "column"}` another.
+    `without` names those of `contract.actions.ABILITIES` that it has not.
     """
 
     name: str
     versions: dict[str, str]
     strategies: tuple[str, ...]
     actions: tuple[str, ...]
-    lacks: tuple[str, ...] = ()
+    lacks: tuple[dict[str, str], ...] = ()
+    without: tuple[str, ...] = ()
 
 
 DeviceName: TypeAlias = Literal["cpu", "sim"]
@@ -220,7 +223,8 @@ class Engine(Protocol):
     def build(self, case: Case, rank: RankContext) -> Trainee:
         """Build the trainee from `workload.models.build_model(case)`.
 
-        Raises `ConfigError` before any collective, on every rank, for a refused configuration.
+        Raises `ConfigError` before any collective, on every rank, for a refused configuration, and
+        so `UnsupportedCase` where the engine cannot run on the rank's device.
         """
 
 

@@ -28,7 +28,7 @@ class Units:
 
     FSDP1 keeps the flat gradient not yet reduced and the padded flat parameter, while allocated;
     FSDP2 gradients accumulated without reduction (or an output that waits for its all-reduce) and
-    all-gather outputs, while allocated. A module without wrappers has nothing retained.
+    all-gather outputs, while allocated. A module without wrappers is resident in full.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,20 +38,23 @@ class Units:
             for path, submodule in modules
             if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None
         ]
-        self._groups: list[Any] = [
-            group
+        groups: dict[int, Any] = {  # modules that were sharded together share theirs
+            id(group): group
             for _, submodule in modules
             if isinstance(submodule, FSDPModule)
             for group in submodule._get_fsdp_state()._fsdp_param_groups
-        ]
+        }
+        self._groups = list(groups.values())
         self._names = fsdp2_names(module) if self._groups else {}
+        plain = not self._handles and not self._groups
+        self._whole = tuple(name for name, _ in module.named_parameters()) if plain else ()
 
     def retained(self) -> Retained:
         """What they hold now."""
         parts = [_fsdp1(handle, names) for handle, names in self._handles]
         parts += [_fsdp2(group, self._names) for group in self._groups]
         return Retained(
-            unsharded=tuple(name for part in parts for name in part.unsharded),
+            unsharded=self._whole + tuple(name for part in parts for name in part.unsharded),
             gradient_bytes=sum(part.gradient_bytes for part in parts),
             parameter_bytes=sum(part.parameter_bytes for part in parts),
         )

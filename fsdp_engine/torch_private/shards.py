@@ -157,6 +157,8 @@ def _parts(module: nn.Module) -> Iterator[_Part]:
             yield from _flat_parts(submodule._handle, prefix)
         if isinstance(submodule, FSDPModule):
             for record in fsdp2_records(submodule):
+                if id(record.sharded_param) in managed:
+                    continue  # of modules that were sharded together every one has all of them
                 managed.add(id(record.sharded_param))
                 managed.add(id(getattr(record, "_unsharded_param", None)))
                 yield _dtensor_part(names[id(record)], record.sharded_param)

@@ -22,7 +22,9 @@ from typing import BinaryIO, NoReturn
 import torch
 import torch.distributed as dist
 
+from fsdp_engine.contract.actions import ABILITIES, ability_for
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import RankObservation
 from fsdp_engine.contract.protocol import Answer, Engine, EngineTables, RankContext
 from fsdp_engine.torch_private.caches import forget_meshes
@@ -81,9 +83,7 @@ def serve(
                 recorder = Recorder(command.case.mesh, rank, log, device)
                 _answer_with(commands, _run(engine, command, tap, recorder, device))
             case wire.EndCase():
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                forget_meshes()
+                _leave()
                 gc.collect()
 
 
@@ -101,7 +101,10 @@ def _run(
 ) -> wire.Reply:
     case, rank = command.case, recorder.rank
     try:
-        reason = _missing_action(engine, case) or engine.supports(case)
+        missing = _missing_action(engine, case)
+        if missing is not None:
+            return wire.Unsupported(reason=missing, offered=False)
+        reason = engine.supports(case)
         if reason is not None:
             return wire.Unsupported(reason=reason)
         numerics = engine.numerics(case) if rank == 0 else None
@@ -114,6 +117,9 @@ def _run(
         )
         with tap.listening(recorder):
             observation = _observe(engine, case, context, recorder, device)
+    except UnsupportedCase as error:
+        _leave()
+        return wire.Unsupported(reason=str(error), offered=False)
     except BaseException as error:
         return _failed(error, num_collectives=recorder.num_collectives)
     return wire.Done(numerics=numerics, observation=observation)
@@ -131,11 +137,15 @@ def _observe(
 
 
 def _missing_action(engine: Engine, case: Case) -> str | None:
-    offered = engine.capabilities().actions
+    capabilities = engine.capabilities()
+    offered = capabilities.actions
     missing = sorted({action.kind for action in case.program} - set(offered))
-    if not missing:
-        return None
-    return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
+    if missing:
+        return f"the engine has no {missing[0]} action; it has {', '.join(offered)}"
+    for ability in map(ability_for, case.program):
+        if ability in capabilities.without:
+            return f"the engine has not: {ABILITIES[ability]}"
+    return None
 
 
 def _join(store: str, case: Case, rank: int, device: Device) -> None:
@@ -143,6 +153,12 @@ def _join(store: str, case: Case, rank: int, device: Device) -> None:
     dist.init_process_group(
         device.backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_meshes()
 
 
 def _failed(error: BaseException, *, num_collectives: int) -> wire.Failed:

@@ -18,16 +18,19 @@ BUILT_IN: dict[str, str] = {
 }
 """The engines that come with a checkout; installed packages register more in `GROUP`."""
 
-OF_OTHERS: dict[str, tuple[str, str]] = {
-    "verl": ("verl", "fsdp_engine.adapters.verl.engine:Verl"),
+OPTIONAL: dict[str, str] = {
+    "torch_ddp": "fsdp_engine.adapters.torch_ddp:TorchDdp",
+    "accelerate": "fsdp_engine.adapters.accelerate:Accelerate",
+    "lightning": "fsdp_engine.adapters.lightning:Lightning",
+    "verl": "fsdp_engine.adapters.verl.engine:Verl",
 }
-"""Engines that others wrote: the package that has to be installed, and the adapter to it."""
+"""The same for engines that are imported when they are asked for: most need an extra of their name.
+"""
 
 
 def registered() -> dict[str, str]:
     """Short name to `package.module:Class`, of everything installed."""
-    adapters = {name: path for name, (_, path) in OF_OTHERS.items()}
-    return BUILT_IN | adapters | {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return BUILT_IN | OPTIONAL | {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
 def load_engine(name: str) -> Engine:
@@ -37,7 +40,8 @@ def load_engine(name: str) -> Engine:
         EngineLoadError: no such name, module or class. What the engine's own import or constructor
             raises is left as it is, for its traceback.
     """
-    path = name if ":" in name else BUILT_IN.get(name) or registered().get(name)
+    own = BUILT_IN | OPTIONAL
+    path = name if ":" in name else own.get(name) or registered().get(name)
     if path is None:
         raise EngineLoadError(
             f"unknown engine {name!r}; legal is package.module:Class or one of "
@@ -47,14 +51,13 @@ def load_engine(name: str) -> Engine:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        needed = OF_OTHERS.get(name, ("",))[0]
-        if needed and error.name == needed:
-            raise EngineLoadError(
-                f"engine {name!r} needs the package {needed}, which is not installed here: "
-                f"`make properties ENGINE={name}` builds an environment with it"
-            ) from error
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise EngineLoadError(f"engine {name!r}: there is no module {error.name}") from error
+        if name in OPTIONAL:
+            extra = f"pip install 'fsdp-properties[{name}]'"
+            raise EngineLoadError(
+                f"engine {name!r}: {error.name} is not installed; {extra}"
+            ) from error
         raise
     if not hasattr(module, class_name):
         raise EngineLoadError(f"engine {name!r}: {module_name} has no class {class_name!r}")

@@ -80,10 +80,11 @@ class TablesReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsupported:
-    """The engine's `supports` refused the case with this reason."""
+    """The engine's `supports` refused the case with this reason, or it has not all its actions."""
 
     kind: Literal["unsupported"] = "unsupported"
     reason: str
+    offered: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

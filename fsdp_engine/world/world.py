@@ -15,6 +15,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import (
     EngineLoadError,
     EngineRaised,
+    NotOffered,
     RankDied,
     RunError,
     UnsupportedCase,
@@ -79,7 +80,8 @@ class World:
             self.broken = len(refused) < size
             if self.broken:
                 raise WorldError(f"only some ranks refuse the case: {refused[0].reason}")
-            raise UnsupportedCase(refused[0].reason)
+            kind = UnsupportedCase if refused[0].offered else NotOffered
+            raise kind(refused[0].reason)
         done = [reply for _, reply in sorted(replies.items()) if isinstance(reply, wire.Done)]
         first = done[0]
         if len(done) < size or first.numerics is None:

@@ -38,7 +38,7 @@ from fsdp_engine.world.device import prepare as prepare_device
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
-from fsdp_engine.world.registry import BUILT_IN, OF_OTHERS
+from fsdp_engine.world.registry import BUILT_IN, OPTIONAL
 
 PRELOAD = (
     *(path.partition(":")[0] for path in BUILT_IN.values()),
@@ -91,12 +91,10 @@ def main(control_fd: int, address: str, device_name: str) -> None:
 
 
 def _of_installed_engines() -> list[str]:
-    """The adapters to engines that others wrote, where those are installed."""
-    return [
-        path.partition(":")[0]
-        for package, path in OF_OTHERS.values()
-        if importlib.util.find_spec(package) is not None
-    ]
+    """The adapter to verl where it is installed: importing it takes seconds."""
+    if importlib.util.find_spec("verl") is None:
+        return []
+    return [OPTIONAL["verl"].partition(":")[0]]
 
 
 def _warm_up() -> None:

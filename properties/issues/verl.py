@@ -55,7 +55,7 @@ def inherited(issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
 
 
 def _strategy(issue: KnownIssue) -> Strategy:
-    return "fsdp1" if issue.engines == ("torch_fsdp1",) else "fsdp2"
+    return "fsdp1" if "torch_fsdp1" in issue.engines else "fsdp2"
 
 
 def _adapted(issue: str, predicate: Predicate, case: Case) -> bool:

@@ -14,19 +14,24 @@ from unittest import mock
 
 import torch
 import verl
+from verl.utils.model import get_hf_auto_model_class
 from verl.workers.engine.fsdp import utils
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.verl import config, models
-from fsdp_engine.adapters.verl.refusals import refusal
+from fsdp_engine.adapters.verl.refusals import not_exported, refusal
 from fsdp_engine.adapters.verl.trainee import AdaptedEngine, VerlTrainee
 from fsdp_engine.adapters.verl.units import units
 from fsdp_engine.contract.actions import ACTIONS
 from fsdp_engine.contract.case import Case, Scalar
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
 from fsdp_engine.torch_private.host_sync import host_parameters_synced
 from fsdp_engine.workload.models import build_model
+
+# Asks for every configuration that transformers has, which is imported with it: once, not a case.
+get_hf_auto_model_class(models.WorkloadConfig(architectures=["WorkloadForCausalLM"]))
 
 NOT_OFFERED = ("freeze", "unfreeze")
 
@@ -40,7 +45,7 @@ class Verl:
             versions={"verl": verl.__version__, "torch": torch.__version__},
             strategies=("fsdp1", "fsdp2"),
             actions=tuple(kind for kind in ACTIONS if kind not in NOT_OFFERED),
-            lacks=("fp64", "row", "frozen"),
+            lacks=({"dtypes": "fp64"}, {"mesh": "row"}, {"kind": "frozen"}),
         )
 
     def supports(self, case: Case) -> str | None:
@@ -84,6 +89,9 @@ class Verl:
 
     def build(self, case: Case, rank: RankContext) -> VerlTrainee:
         """Every rank writes the case's model to a folder of its own, and verl loads it."""
+        missing = not_exported(case)
+        if missing is not None:
+            raise UnsupportedCase(missing)
         engine_config, optimizer_config = config.engine_and_optimizer(case)
         module: Any = build_model(case)
         folder = models.new_folder(rank)

@@ -17,10 +17,11 @@ def refusal(case: Case) -> str | None:
             return f"no fsdp_size of verl makes the mesh {at.mesh.shape}"
     if case.model.frozen != "none":
         return "verl freezes nothing but the base below an adapter"
-    return _without_export(case) or _without_field(case)
+    return _without_field(case)
 
 
-def _without_export(case: Case) -> str | None:
+def not_exported(case: Case) -> str | None:
+    """What of a case verl has no export for; None where it has."""
     exports = [action for action in case.program if isinstance(action, Export)]
     if exports and case.model.family == "mixtral":
         return "verl exports experts one by one, by the names that Qwen has for them"
