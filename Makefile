@@ -8,7 +8,9 @@ ENGINE ?= reference
 DEVICE ?= cpu
 ARGS ?=
 MINUTES ?= 60
-VENV ?= .venv
+# verl needs an older transformers, so it has an environment of its own.
+CONSTRAINTS := $(if $(filter verl,$(ENGINE)),constraints-verl.txt,constraints.txt)
+VENV ?= $(if $(filter verl,$(ENGINE)),.venv-verl,.venv)
 BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
@@ -56,9 +58,15 @@ check: lint types layers test properties
 
 setup: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml constraints.txt
+$(VENV)/.complete: pyproject.toml $(CONSTRAINTS)
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+ifeq ($(ENGINE),verl)
+	$(PYTHON) -m pip install --quiet --constraint $(CONSTRAINTS) torch setuptools
+	$(PYTHON) -m pip install --quiet --no-deps --requirement $(CONSTRAINTS)
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+else
+	$(PYTHON) -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+endif
 	touch $@
 
 clean:

@@ -7,7 +7,7 @@ What is run over which sequences, and how the loss is normalised, is each side's
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,19 +31,24 @@ Total: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
 class Arithmetic:
     """How to evaluate: dtype of parameters, of floating buffers (None: left alone), input casts.
 
-    `throughout`: also what the model itself casts to float32 is float64.
+    `throughout`: also what the model itself casts to float32 is float64. `autocast`: the dtype of
+    an autocast around forward and loss.
     """
 
     compute: Dtype
     buffers: Dtype | None
     input_cast: bool
     throughout: bool = False
+    autocast: Dtype | None = None
 
     @staticmethod
     def of(numerics: Numerics) -> Arithmetic:
         """What an engine declares for its forward and backward."""
         return Arithmetic(
-            compute=numerics.compute, buffers=numerics.buffers, input_cast=numerics.input_cast
+            compute=numerics.compute,
+            buffers=numerics.buffers,
+            input_cast=numerics.input_cast,
+            autocast=numerics.autocast,
         )
 
 
@@ -100,6 +105,7 @@ class Evaluator:
             name: parameter.detach().clone() for name, parameter in self._parameters.items()
         }
         self._cast_to: torch.dtype | None = None
+        self._autocast: Dtype | None = None
         units = [self._module.get_submodule(name) for name in unit_names(case)]
         for unit in (self._module, *units):
             unit.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -135,6 +141,7 @@ class Evaluator:
             casts = arithmetic.buffers is not None and kept.is_floating_point()
             buffer.data = kept.to(TORCH_DTYPES[arithmetic.buffers]) if casts else kept  # type: ignore[index]  # casts implies a name
         self._cast_to = compute if arithmetic.input_cast else None
+        self._autocast = arithmetic.autocast
         num_threads, default_dtype = torch.get_num_threads(), torch.get_default_dtype()
         torch.set_num_threads(1)  # ranks have one thread; the order of sums depends on it
         if arithmetic.throughout:
@@ -145,14 +152,15 @@ class Evaluator:
         finally:
             torch.set_default_dtype(default_dtype)
             torch.set_num_threads(num_threads)
-            self._cast_to = None
+            self._cast_to = self._autocast = None
             self._drop_gradients()
 
     def evaluate(self, micro_batch: MicroBatch, total: Total) -> Evaluation:
         """Forward and backward over one micro-batch, inside `loaded`."""
         self._drop_gradients()
-        output = self._module(**module_arguments(self.case, micro_batch.inputs))
-        scalar = total(self._loss(output, micro_batch), micro_batch)
+        with self._autocasting():
+            output = self._module(**module_arguments(self.case, micro_batch.inputs))
+            scalar = total(self._loss(output, micro_batch), micro_batch)
         scalar.backward()  # type: ignore[no-untyped-call]  # torch's own
         gradients = {
             name: parameter.grad
@@ -168,11 +176,16 @@ class Evaluator:
         """
         self._module.train(training)
         try:
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), self._autocasting():
                 output = self._module(**module_arguments(self.case, micro_batch.inputs))
                 return self._loss(output, micro_batch).detach()
         finally:
             self._module.train()
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=TORCH_DTYPES[self._autocast])
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():

@@ -307,7 +307,7 @@ class Judge:
             if row is not None and is_lacking(row, self.lacks):
                 raise NotOffered(str(error)) from error
             raise
-        issues, ran = self.known_issues, watched.cases
+        issues, ran = self.known_issues, watched.cases or [case]
         match ending.verdict.outcome:
             case "pass":
                 fixed = fixed_issue(issues, engine=self.engine, property_id=name, ran=ran)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from fsdp_engine.contract.case import Case, Strategy
-from properties.issues import programs
+from properties.issues import programs, verl
 from properties.issues import torch_defects as torch
 from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
 
@@ -308,8 +308,11 @@ ON_DEVICE = (
     ),
 )
 
+VERL = verl.OWN + verl.inherited(FSDP1 + FSDP2 + ON_DEVICE)
+
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     *_under("fsdp1", FSDP1),
     *_under("fsdp2", FSDP2),
     *ON_DEVICE,
+    *VERL,
 )

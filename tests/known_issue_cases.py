@@ -64,7 +64,7 @@ def _batch(first_key: int, gates: tuple[tuple[bool, ...], ...]) -> Batch:
     )
 
 
-def _case(
+def case_of(
     strategy: Strategy,
     *program: Action,
     model: Model = MLP,
@@ -103,7 +103,7 @@ SHOWN = (
     *(
         Shown(
             id=f"{strategy}-gathered-after-inference",
-            case=_case(strategy, Infer(), Train()),
+            case=case_of(strategy, Infer(), Train()),
             found_by="device-memory-matches-oracle",
             device="sim",
         )
@@ -111,28 +111,28 @@ SHOWN = (
     ),
     Shown(
         id="fsdp1-zeroes-gradients-without-order",
-        case=_case("fsdp1", Train(), model=Model(family="mlp", lora_rank=1)),
+        case=case_of("fsdp1", Train(), model=Model(family="mlp", lora_rank=1)),
         found_by="device-order-is-kept",
         device="sim",
     ),
-    Shown(id="fsdp1-one-shard-never-averages", case=_case("fsdp1", mesh=(2, 1))),
+    Shown(id="fsdp1-one-shard-never-averages", case=case_of("fsdp1", mesh=(2, 1))),
     Shown(
         id="fsdp1-one-shard-never-averages",
-        case=_case("fsdp1", mesh=(2, 1)),
+        case=case_of("fsdp1", mesh=(2, 1)),
         found_by="replicas-agree",
     ),
     Shown(
         id="fsdp1-no-shard-rounds-running-sum",
-        case=_case("fsdp1", mesh=(1,), dtypes="fp32/bf16/bf16"),
+        case=case_of("fsdp1", mesh=(1,), dtypes="fp32/bf16/bf16"),
     ),
     Shown(
         id="fsdp1-clip-refuses-double",
-        case=_case("fsdp1", Train(step=True), dtypes="fp64"),
+        case=case_of("fsdp1", Train(step=True), dtypes="fp64"),
         found_by="norm-and-clip-match-oracle",
     ),
     Shown(
         id="fsdp1-norm-rounded-on-some-ranks",
-        case=_case(
+        case=case_of(
             "fsdp1",
             Train(step=True),
             model=Model(family="mlp", width=1, vocab=2, frozen="first_unit"),
@@ -143,56 +143,56 @@ SHOWN = (
     ),
     Shown(
         id="fsdp1-no-shard-tied-and-frozen",
-        case=_case("fsdp1", mesh=(1,), model=replace(TIED, lora_rank=2)),
+        case=case_of("fsdp1", mesh=(1,), model=replace(TIED, lora_rank=2)),
     ),
     Shown(
         id="fsdp1-no-shard-exports-no-frozen-root",
-        case=_case("fsdp1", Train(), Export(), mesh=(1,), model=replace(MLP, lora_rank=2)),
+        case=case_of("fsdp1", Train(), Export(), mesh=(1,), model=replace(MLP, lora_rank=2)),
     ),
     Shown(
         id="fsdp1-no-shard-tied-in-low-precision",
-        case=_case("fsdp1", mesh=(1,), model=TIED, dtypes=MIXED, deferred=True),
+        case=case_of("fsdp1", mesh=(1,), model=TIED, dtypes=MIXED, deferred=True),
     ),
     Shown(
         id="fsdp1-deferred-unit-not-in-the-last",
-        case=_case("fsdp1", model=UNIT, gates=ONLY_FIRST, deferred=True),
+        case=case_of("fsdp1", model=UNIT, gates=ONLY_FIRST, deferred=True),
     ),
     Shown(
         id="fsdp1-no-shard-unit-not-in-the-last",
-        case=_case(
+        case=case_of(
             "fsdp1", mesh=(1,), model=UNIT, gates=ONLY_FIRST[:1], dtypes=MIXED, deferred=True
         ),
     ),
     Shown(
         id="fsdp1-steps-what-was-not-used",
-        case=_case("fsdp1", Train(step=True), model=PARAMETER, gates=NEVER),
+        case=case_of("fsdp1", Train(step=True), model=PARAMETER, gates=NEVER),
         found_by="unused-parameters-stay",
     ),
     Shown(
         id="fsdp1-interrupted-batch-stays",
-        case=_case("fsdp1", Interrupt(phase="forward", micro_batch=1), NEXT, deferred=True),
+        case=case_of("fsdp1", Interrupt(phase="forward", micro_batch=1), NEXT, deferred=True),
         found_by="interrupted-batch-changes-nothing",
     ),
-    Shown(id="fsdp1-restore-while-gathered", case=_case("fsdp1", *RESTORE)),
+    Shown(id="fsdp1-restore-while-gathered", case=case_of("fsdp1", *RESTORE)),
     Shown(
         id="fsdp2-fresh-gradient-in-the-last",
-        case=_case("fsdp2", model=PARAMETER, gates=ONLY_LAST, dtypes=MIXED, deferred=True),
+        case=case_of("fsdp2", model=PARAMETER, gates=ONLY_LAST, dtypes=MIXED, deferred=True),
     ),
     Shown(
         id="fsdp2-accumulates-what-never-ran",
-        case=_case("fsdp2", model=UNIT, gates=ONLY_LAST, dtypes=MIXED, deferred=True),
+        case=case_of("fsdp2", model=UNIT, gates=ONLY_LAST, dtypes=MIXED, deferred=True),
     ),
     Shown(
         id="fsdp2-sizes-differ-between-ranks",
-        case=_case("fsdp2", model=PARAMETER, gates=ON_RANK_0),
+        case=case_of("fsdp2", model=PARAMETER, gates=ON_RANK_0),
     ),
     Shown(
         id="fsdp2-mixes-what-ranks-use",
-        case=_case("fsdp2", model=EITHER, gates=((True, False), (False, True))),
+        case=case_of("fsdp2", model=EITHER, gates=((True, False), (False, True))),
     ),
     Shown(
         id="fsdp2-mixes-what-ranks-use",
-        case=_case(
+        case=case_of(
             "fsdp2",
             Train(step=True),
             mesh=(3,),
@@ -202,23 +202,23 @@ SHOWN = (
     ),
     Shown(
         id="fsdp2-unfrozen-after-first-forward",
-        case=_case("fsdp2", Train(), Unfreeze(), NEXT, model=FROZEN, dtypes=MIXED),
+        case=case_of("fsdp2", Train(), Unfreeze(), NEXT, model=FROZEN, dtypes=MIXED),
     ),
     Shown(
         id="fsdp2-frozen-or-unfrozen-while-gathered",
-        case=_case("fsdp2", Infer(), Freeze(), NEXT, reshard_after_forward=False),
+        case=case_of("fsdp2", Infer(), Freeze(), NEXT, reshard_after_forward=False),
     ),
     Shown(
         id="fsdp2-interrupted-batch-stays",
-        case=_case("fsdp2", Interrupt(phase="loss", micro_batch=1), NEXT, deferred=True),
+        case=case_of("fsdp2", Interrupt(phase="loss", micro_batch=1), NEXT, deferred=True),
     ),
-    Shown(id="fsdp2-restore-while-gathered", case=_case("fsdp2", *RESTORE)),
+    Shown(id="fsdp2-restore-while-gathered", case=case_of("fsdp2", *RESTORE)),
 )
 
 MAY_SHOW = (
     Shown(
         id="fsdp1-no-shard-tied-and-frozen",
-        case=_case(
+        case=case_of(
             "fsdp1",
             Train(),
             NEXT,

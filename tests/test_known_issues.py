@@ -80,10 +80,11 @@ def _report(engine: str, tallies: dict[str, Tally]) -> dict[str, Any]:
 
 
 def test_every_issue_is_shown_here() -> None:
-    assert {issue.id for issue in KNOWN_ISSUES} == {shown.id for shown in SHOWN}
+    of_torch = {issue.id for issue in KNOWN_ISSUES if "verl" not in issue.engines}
+    assert of_torch == {shown.id for shown in SHOWN}  # verl's: tests/test_verl.py
     assert len({issue.id for issue in KNOWN_ISSUES}) == len(KNOWN_ISSUES)
     for issue in KNOWN_ISSUES:
-        assert issue.reference.startswith("https://")
+        assert issue.reference.startswith("https://") or Path(issue.reference).is_file()
         assert all(load_check(name) for name in (*issue.properties, *issue.must_in))
 
 

@@ -275,6 +275,7 @@ class Numerics:
     buffers are cast to for compute (None: left alone). `input_cast`: every unit casts its floating
     inputs to the compute dtype. `semantics` names a torch wrapper whose list of collectives and
     retained bytes is predicted in full; empty: only what every engine must keep is checked.
+    `autocast` is the dtype of an autocast around every forward and its loss (None: there is none).
     `replayable`: local gradients are expected to be bit-equal to a single-process replay.
     """
 
@@ -289,6 +290,7 @@ class Numerics:
     units: tuple[Unit, ...]
     buffers: Dtype | None = None
     input_cast: bool = True
+    autocast: Dtype | None = None
     semantics: Literal["fsdp1", "fsdp2", ""] = ""
     replayable: bool = True
 

@@ -22,6 +22,7 @@ OPTIONAL: dict[str, str] = {
     "torch_ddp": "fsdp_engine.adapters.torch_ddp:TorchDdp",
     "accelerate": "fsdp_engine.adapters.accelerate:Accelerate",
     "lightning": "fsdp_engine.adapters.lightning:Lightning",
+    "verl": "fsdp_engine.adapters.verl.engine:Verl",
 }
 """The same for engines that are imported when they are asked for: most need an extra of their name.
 """

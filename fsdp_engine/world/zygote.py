@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -37,7 +38,7 @@ from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.processes import die_with_parent
 from fsdp_engine.world.rank import Wires, prepare, serve
 from fsdp_engine.world.recorder import Tap
-from fsdp_engine.world.registry import BUILT_IN
+from fsdp_engine.world.registry import BUILT_IN, OPTIONAL
 
 PRELOAD = (
     *(path.partition(":")[0] for path in BUILT_IN.values()),
@@ -64,7 +65,7 @@ def main(control_fd: int, address: str, device_name: str) -> None:
     except AcceleratorError as error:
         _tell(socket.socket(fileno=control_fd), {"refused": str(error)})
         return
-    for name in PRELOAD:
+    for name in (*PRELOAD, *_of_installed_engines()):
         importlib.import_module(name)
     _warm_up()
     gc.collect()
@@ -77,6 +78,13 @@ def main(control_fd: int, address: str, device_name: str) -> None:
             _Nursery(socket.socket(fileno=control_fd), tap, device, listener).live()
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def _of_installed_engines() -> list[str]:
+    """The adapter to verl where it is installed: importing it takes seconds."""
+    if importlib.util.find_spec("verl") is None:
+        return []
+    return [OPTIONAL["verl"].partition(":")[0]]
 
 
 def _warm_up() -> None:

@@ -1,0 +1,133 @@
+"""verl as an engine under test: found by name, replayed bit for bit, its issues rediscovered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fsdp_engine.contract.actions import Action, Export, Interrupt, Resume, Train
+from fsdp_engine.contract.case import Case, Strategy
+from fsdp_engine.contract.errors import EngineLoadError
+from fsdp_engine.contract.model import Model
+from fsdp_engine.world.pool import WorldPool
+from fsdp_engine.world.registry import load_engine, registered
+from properties.catalog import load_check
+from properties.issues import verl as issues
+from properties.judge import Hangs, Judge
+from properties.known_issues import KNOWN_ISSUES
+from tests.known_issue_cases import MIXED, MLP, NEXT, case_of
+
+GRADIENTS = "gradient-matches-oracle"
+LORA = replace(MLP, lora_rank=2)
+ON_ROOT = Model(family="embedding", tied=True, lora_rank=2, lora_targets="all")
+MOMENT: tuple[Action, ...] = (Export(drain="hold"), Train(step=True), Resume())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """An issue's id, the property that finds it and a small case in which it must show."""
+
+    id: str
+    case: Case
+    found_by: str = GRADIENTS
+
+
+def _low(strategy: Strategy) -> Case:
+    return case_of(strategy, model=MLP, dtypes=MIXED, deferred=True)
+
+
+SHOWN = (
+    Shown(id="verl-entry-points-disagree", case=case_of("fsdp2"), found_by="entry-points-agree"),
+    Shown(id="verl-mesh-of-any-size", case=case_of("fsdp2"), found_by="mesh-is-total"),
+    Shown(id="verl-fsdp1-one-shard-never-averages", case=case_of("fsdp1", mesh=(2, 1))),
+    Shown(id="verl-fsdp1-deferred-adds-in-compute-dtype", case=_low("fsdp1")),
+    Shown(
+        id="verl-fsdp2-interrupted-batch-stays",
+        case=case_of("fsdp2", Interrupt(micro_batch=1), NEXT, deferred=True),
+    ),
+    Shown(
+        id="verl-root-adapter-is-not-merged",
+        case=case_of("fsdp2", Export(weights="merged"), model=ON_ROOT, dtypes="bf16/bf16/fp32"),
+        found_by="export-matches-oracle",
+    ),
+    Shown(
+        id="verl-merged-export-in-bf16",
+        case=case_of("fsdp2", Export(weights="merged"), model=LORA),
+        found_by="export-matches-oracle",
+    ),
+    Shown(
+        id="verl-fsdp1-adapter-export-is-empty",
+        case=case_of("fsdp1", Export(weights="adapter"), model=LORA),
+        found_by="export-matches-oracle",
+    ),
+    Shown(
+        id="verl-fsdp2-export-of-the-moment",
+        case=case_of("fsdp2", *MOMENT),
+        found_by="export-matches-oracle",
+    ),
+)
+
+
+def test_it_is_registered_and_says_what_it_needs() -> None:
+    assert registered()["verl"] == "fsdp_engine.adapters.verl.engine:Verl"
+    if find_spec("verl") is not None:
+        pytest.skip("verl is installed here, so nothing is missing")
+    with pytest.raises(EngineLoadError, match=r"verl is not installed.*\[verl\]"):
+        load_engine("verl")
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.id)
+def test_its_issue_is_certain_in_the_case_that_shows_it(shown: Shown) -> None:
+    (issue,) = [issue for issue in KNOWN_ISSUES if issue.id == shown.id]
+    assert issue.must(shown.case)
+    assert issue.hits(shown.case)
+    assert issue.concerns(issues.ENGINE, shown.found_by)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorldPool]:
+    pytest.importorskip("verl", reason="verl is not installed: `make properties ENGINE=verl`")
+    with WorldPool("verl", case_timeout_s=60) as pool:
+        yield pool
+
+
+def _judge(folder: Path, pool: WorldPool) -> Judge:
+    return Judge(
+        worlds=pool, engine="verl", repro_folder=folder, known_issues=KNOWN_ISSUES, hangs=Hangs()
+    )
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.id)
+def test_its_issue_is_found(pool: WorldPool, tmp_path: Path, shown: Shown) -> None:
+    judge = _judge(tmp_path, pool)
+    judge(load_check(shown.found_by), shown.case)
+    (tally,) = judge.tallies.values()
+    assert tally.known_issue == {shown.id: 1}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("dtypes", ["fp32", MIXED, "bf16/bf16/fp32"])
+def test_gradients_are_the_replayed_ones(
+    pool: WorldPool, tmp_path: Path, strategy: Strategy, dtypes: str
+) -> None:
+    """With the autocast that is declared below fp32; the reduction is judged rigorously."""
+    judge = _judge(tmp_path, pool)
+    judge(load_check(GRADIENTS), case_of(strategy, mesh=(2, 2), dtypes=dtypes))
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.judged) == ("pass", 1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_the_three_changes_it_started_from(
+    pool: WorldPool, tmp_path: Path, strategy: Strategy
+) -> None:
+    """Strategy per mesh, export staged as unstaged, deferred as eager with its legacy object."""
+    judge = _judge(tmp_path, pool)
+    judge(load_check("strategy-is-total"), case_of(strategy))
+    judge(load_check("staged-export-equals-unstaged"), case_of(strategy, Export()))
+    judge(load_check("deferred-equals-eager"), case_of(strategy, deferred=True))
+    assert {tally.verdict for tally in judge.tallies.values()} == {"pass"}
