@@ -23,6 +23,7 @@ from properties.replay import DEFAULT_ENGINE
 from properties.session import (
     SESSION,
     WORKER_LACKS,
+    WORKER_PATIENCE,
     WORKER_SEED,
     WORKER_STRATEGIES,
     WORKER_UNREPLAYABLE,
@@ -105,6 +106,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_SEED] = session.seed
     node.workerinput[WORKER_STRATEGIES] = list(session.strategies)
     node.workerinput[WORKER_LACKS] = list(session.lacks)
+    node.workerinput[WORKER_PATIENCE] = session.patience
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote(session.device).address
 

@@ -27,6 +27,7 @@ WORKER_ZYGOTE = "fsdp_properties_zygote"
 WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
 WORKER_STRATEGIES = "fsdp_properties_strategies"
 WORKER_LACKS = "fsdp_properties_lacks"
+WORKER_PATIENCE = "fsdp_properties_patience"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -50,6 +51,7 @@ class Session:
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
         self.lacks: tuple[dict[str, str], ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
+        self.patience: float = _inherited(config).get(WORKER_PATIENCE, 1.0)
         self.hangs = Hangs()
         self.report_path = _report_path(config.getoption("--report-json"))
         self.report: Report | None = None
@@ -60,7 +62,9 @@ class Session:
         """The engine's worlds, started when first asked for."""
         if self._pool is None:
             self._pool = WorldPool(
-                self.engine, case_timeout_s=self.profile.case_timeout_s, device=self.device
+                self.engine,
+                case_timeout_s=self.profile.case_timeout_s * self.patience,
+                device=self.device,
             )
         return ProbedWorlds(self._pool, self.unreplayable) if self.unreplayable else self._pool
 
@@ -86,6 +90,9 @@ class Session:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
         self.strategies, self.lacks = capabilities.strategies, capabilities.lacks
+        if capabilities.patience != self.patience:
+            self.patience = capabilities.patience
+            self.close()  # worlds with the right deadline are started when asked for
         self.unreplayable = probe(self.device)
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()
