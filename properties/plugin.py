@@ -26,6 +26,7 @@ from properties.session import (
     SESSION,
     WORKER_ENDS,
     WORKER_LACKS,
+    WORKER_PATIENCE,
     WORKER_SEED,
     WORKER_STRATEGIES,
     WORKER_UNREPLAYABLE,
@@ -119,6 +120,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_LACKS] = list(session.lacks)
     if session.budget is not None:
         node.workerinput[WORKER_ENDS] = session.budget.ends
+    node.workerinput[WORKER_PATIENCE] = session.patience
     node.workerinput[WORKER_UNREPLAYABLE] = session.unreplayable
     node.workerinput[WORKER_ZYGOTE] = processes.zygote(session.device).address
 

@@ -31,6 +31,7 @@ WORKER_UNREPLAYABLE = "fsdp_properties_unreplayable"
 WORKER_ENDS = "fsdp_properties_ends"
 WORKER_STRATEGIES = "fsdp_properties_strategies"
 WORKER_LACKS = "fsdp_properties_lacks"
+WORKER_PATIENCE = "fsdp_properties_patience"
 SESSION = pytest.StashKey["Session"]()
 
 
@@ -54,6 +55,7 @@ class Session:
         self.unreplayable: dict[str, str] = _inherited(config).get(WORKER_UNREPLAYABLE, {})
         self.strategies: tuple[str, ...] = tuple(_inherited(config).get(WORKER_STRATEGIES, ()))
         self.lacks: tuple[dict[str, str], ...] = tuple(_inherited(config).get(WORKER_LACKS, ()))
+        self.patience: float = _inherited(config).get(WORKER_PATIENCE, 1.0)
         self.hangs = Hangs()
         self.rations = Rations()
         self.budget = _budget(config)
@@ -66,7 +68,9 @@ class Session:
         """The engine's worlds, started when first asked for."""
         if self._pool is None:
             self._pool = WorldPool(
-                self.engine, case_timeout_s=self.profile.case_timeout_s, device=self.device
+                self.engine,
+                case_timeout_s=self.profile.case_timeout_s * self.patience,
+                device=self.device,
             )
         return ProbedWorlds(self._pool, self.unreplayable) if self.unreplayable else self._pool
 
@@ -92,6 +96,9 @@ class Session:
             self.close()
             raise pytest.UsageError(f"--engine {self.engine}: {error}") from error
         self.strategies, self.lacks = capabilities.strategies, capabilities.lacks
+        if capabilities.patience != self.patience:
+            self.patience = capabilities.patience
+            self.close()  # worlds with the right deadline are started when asked for
         self.unreplayable = probe(self.device)
         tools = {name: version(name) for name in ("hypothesis", "peft", "pytest", "transformers")}
         tools["python"] = platform.python_version()

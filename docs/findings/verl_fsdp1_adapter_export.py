@@ -4,25 +4,21 @@ get_per_tensor_param(base_sync_done=True) sends the adapter: two tensors a layer
 Control: the same under FSDP2. Exit: 0 fixed, 1 reproduced, 2 could not run.
 """
 
-import os
 import sys
 import tempfile
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import _init_utils
 from transformers import LlamaConfig, LlamaForCausalLM  # verl's own requirement
-from verl.plugin.platform import set_platform
-from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform import platform_cuda, set_platform
 
 
-class Cpu(PlatformCUDA):
+class Cpu(platform_cuda.PlatformCUDA):
     device_name, is_available = "cpu", lambda _: True
     current_device = lambda _: type("Here", (str,), {"__format__": lambda *_: "0"})("cpu")
     empty_cache, memory_allocated, memory_reserved = (lambda _=0: 0,) * 3
     mem_get_info, device_module = lambda _: (0, 0), property(lambda self: self)
-    get_rng_state, set_rng_state = lambda _: torch.get_rng_state(), lambda _, s: None
 
 
 set_platform(Cpu())
@@ -31,15 +27,13 @@ from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead  # noqa: E402
 
-EAGER, MODEL = {"attn_implementation": "eager"}, {"use_remove_padding": False}
+PADDED, LOW = {"use_remove_padding": False}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+MODEL = PADDED | {"load_tokenizer": False, "override_config": {"attn_implementation": "eager"}}
 
 
-def engine(path, dtype="fp32", lora=None, **fields):
-    fields |= {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32"}}
-    model = HFModelConfig(
-        path=path, load_tokenizer=False, override_config=EAGER, **MODEL, **lora or {}
-    )
-    config = FSDPEngineConfig(use_torch_compile=False, use_orig_params=True, **fields)
+def engine(path, lora, **fields):
+    config = FSDPEngineConfig(mixed_precision=LOW, use_torch_compile=False, **fields)
+    model = HFModelConfig(path=path, **MODEL, **lora)
     made = FSDPEngineWithLMHead(model, config, FSDPOptimizerConfig(lr=0.1), CheckpointConfig())
     made.initialize()
     return made
@@ -55,14 +49,12 @@ def scenario(rank, path):
     return exported(path, "fsdp2") == 2, exported(path, "fsdp") == 0
 
 
-if __name__ == "__main__":
-    console, sys.stdout = sys.stdout, sys.stderr  # where all other words go
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
-    with tempfile.TemporaryDirectory() as path, mp.get_context("fork").Pool(2) as pool:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(path)
-        sys.excepthook = lambda *error: print("COULD NOT RUN", error, file=console) or os._exit(2)
-        ((control, seen), _) = pool.starmap_async(scenario, [(0, path), (1, path)], 1).get(60)
-    word = ("REPRODUCED" if seen else "FIXED") if control else "COULD NOT RUN"
-    print(f"{word}: FSDP1 exports no tensor of the adapter ({control=}, {seen=})", file=console)
-    sys.exit(int(seen) if control else 2)
+console, sys.stdout = sys.stdout, sys.stderr  # where all other words go
+sys.excepthook = lambda *e: print("COULD NOT RUN", e, file=console) or __import__("os")._exit(2)
+with tempfile.TemporaryDirectory() as path, mp.get_context("fork").Pool(2) as pool:
+    sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(path)
+    ((control, seen), _) = pool.starmap_async(scenario, [(0, path), (1, path)], 1).get(60)
+word = ("REPRODUCED" if seen else "FIXED") if control else "COULD NOT RUN"
+print(f"{word}: FSDP1 exports no tensor of the adapter ({control=}, {seen=})", file=console)
+sys.exit(int(seen) if control else 2)

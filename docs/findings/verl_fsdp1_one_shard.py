@@ -4,7 +4,6 @@ Two gloo ranks train batches of their own; then both must hold the same gradient
 Control: the same with fsdp_size=-1. Exit: 0 fixed, 1 reproduced, 2 could not run.
 """
 
-import os
 import sys
 import tempfile
 
@@ -13,16 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import _init_utils
 from transformers import LlamaConfig, LlamaForCausalLM  # verl's own requirement
-from verl.plugin.platform import set_platform
-from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform import platform_cuda, set_platform
 
 
-class Cpu(PlatformCUDA):
+class Cpu(platform_cuda.PlatformCUDA):
     device_name, is_available = "cpu", lambda _: True
     current_device = lambda _: type("Here", (str,), {"__format__": lambda *_: "0"})("cpu")
     empty_cache, memory_allocated, memory_reserved = (lambda _=0: 0,) * 3
     mem_get_info, device_module = lambda _: (0, 0), property(lambda self: self)
-    get_rng_state, set_rng_state = lambda _: torch.get_rng_state(), lambda _, s: None
 
 
 set_platform(Cpu())
@@ -32,15 +29,14 @@ from verl.utils.tensordict_utils import get_tensordict  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead  # noqa: E402
 
-EAGER, MODEL = {"attn_implementation": "eager"}, {"use_remove_padding": False}
+PADDED, LOW = {"use_remove_padding": False}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+MODEL = PADDED | {"load_tokenizer": False, "override_config": {"attn_implementation": "eager"}}
+loss = lambda model_output, **_: (-model_output["log_probs"].values().mean(), {})
 
 
-def engine(path, dtype="fp32", lora=None, **fields):
-    fields |= {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32"}}
-    model = HFModelConfig(
-        path=path, load_tokenizer=False, override_config=EAGER, **MODEL, **lora or {}
-    )
-    config = FSDPEngineConfig(use_torch_compile=False, use_orig_params=True, **fields)
+def engine(path, **fields):
+    config = FSDPEngineConfig(mixed_precision=LOW, use_torch_compile=False, **fields)
+    model = HFModelConfig(path=path, **MODEL)
     made = FSDPEngineWithLMHead(model, config, FSDPOptimizerConfig(lr=0.1), CheckpointConfig())
     made.initialize()
     return made
@@ -51,10 +47,7 @@ def batch(seed, count=3):
     rows = {"input_ids": ids, "position_ids": torch.arange(5).repeat(count, 1)}
     rows = {k: torch.nested.as_nested_tensor(list(v), layout=torch.jagged) for k, v in rows.items()}
     rows |= {"loss_mask": torch.ones(count, 5), "temperature": torch.ones(count)}
-    return get_tensordict(rows, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1} | MODEL)
-
-
-loss = lambda model_output, **_: (-model_output["log_probs"].values().mean(), {})
+    return get_tensordict(rows, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1} | PADDED)
 
 
 def agree(rank, path, fsdp_size):
@@ -72,17 +65,15 @@ def scenario(rank, path):
     return agree(rank, path, -1), not agree(rank, path, 1)
 
 
-if __name__ == "__main__":
-    console, sys.stdout = sys.stdout, sys.stderr  # where all other words go
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
-    with tempfile.TemporaryDirectory() as path, mp.get_context("fork").Pool(2) as pool:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(path)
-        sys.excepthook = lambda *error: print("COULD NOT RUN", error, file=console) or os._exit(2)
-        ((control, seen), _) = pool.starmap_async(scenario, [(0, path), (1, path)], 1).get(60)
-    word = ("REPRODUCED" if seen else "FIXED") if control else "COULD NOT RUN"
-    print(
-        f"{word}: FSDP1 with fsdp_size=1 does not average over the replicas ({control=}, {seen=})",
-        file=console,
-    )
-    sys.exit(int(seen) if control else 2)
+console, sys.stdout = sys.stdout, sys.stderr  # where all other words go
+sys.excepthook = lambda *e: print("COULD NOT RUN", e, file=console) or __import__("os")._exit(2)
+with tempfile.TemporaryDirectory() as path, mp.get_context("fork").Pool(2) as pool:
+    sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(path)
+    ((control, seen), _) = pool.starmap_async(scenario, [(0, path), (1, path)], 1).get(60)
+word = ("REPRODUCED" if seen else "FIXED") if control else "COULD NOT RUN"
+print(
+    f"{word}: FSDP1 with fsdp_size=1 does not average over the replicas ({control=}, {seen=})",
+    file=console,
+)
+sys.exit(int(seen) if control else 2)

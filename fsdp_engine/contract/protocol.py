@@ -28,7 +28,8 @@ class Capabilities:
 
     `lacks` are combinations that it never supports, by the axes of `properties.covering`: no case
     is drawn in them. `{"strategy": "fsdp1", "mesh": "grid"}` is one, `{"mesh": "column"}` another.
-    `without` names those of `contract.actions.ABILITIES` that it has not.
+    `without` names those of `contract.actions.ABILITIES` that it has not. `patience` is how many
+    times the deadline of a case it needs, for what it does around the same work.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Capabilities:
     actions: tuple[str, ...]
     lacks: tuple[dict[str, str], ...] = ()
     without: tuple[str, ...] = ()
+    patience: float = 1.0
 
 
 DeviceName: TypeAlias = Literal["cpu", "sim"]
