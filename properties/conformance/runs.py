@@ -20,7 +20,7 @@ KINDS: dict[Kind, str] = {
     "not_applicable": "no case applies to the engine, for the reasons counted",
     "inconclusive": "a hang, a flake or a failing world: no verdict, never a pass",
     "fail": "a case failed that no known issue explains, or a known issue is gone",
-    "not_run": "no case was drawn: it shows on a device alone, or the session ended early",
+    "not_run": "no case was drawn: the engine lacks all rows, or it shows on a device alone",
 }
 """What a cell can say, and what that means."""
 
