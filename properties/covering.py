@@ -265,19 +265,16 @@ def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
 
 def varied(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
     """At most `count` of the rows: each next one has the most values, then pairs, not yet seen."""
-    left = list(rows)
+    left = [(row, set(row.items()), row.combinations(2)) for row in rows]
     chosen: list[Axes] = []
     values: set[tuple[str, str]] = set()
     pairs: set[Combination] = set()
     while left and len(chosen) < count:
-        best = max(
-            left,
-            key=lambda row: (len(set(row.items()) - values), len(row.combinations(2) - pairs)),
-        )
+        best = max(left, key=lambda item: (len(item[1] - values), len(item[2] - pairs)))
         left.remove(best)
-        chosen.append(best)
-        values |= set(best.items())
-        pairs |= best.combinations(2)
+        chosen.append(best[0])
+        values |= best[1]
+        pairs |= best[2]
     return tuple(chosen)
 
 

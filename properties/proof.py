@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RUN_TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 120.0
 NUM_RUNS = 2
 
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")

@@ -23,8 +23,8 @@ from properties.scripts import templates
 from properties.scripts.model import data_source, model_source, wide
 
 MAX_LINES = 80
-DEADLINE_S = 20
-"""How long the ranks of a script may take; most of them need a second."""
+DEADLINE_S = {True: 20, False: 60}
+"""How long the ranks of a script may take, by whether it shows a hang; most need a second."""
 
 TORCH_ENGINES = ("torch_fsdp1", "torch_fsdp2")
 """Engines whose scripts are torch alone."""
@@ -100,7 +100,7 @@ def native_script(shown: Shown, *, name: str) -> str | None:
         fixed="every gradient is the mean of the ranks' own, within rounding"
         if judged
         else "the batch ran to its end",
-        deadline=DEADLINE_S,
+        deadline=DEADLINE_S[shown.how == "Hung"],
     )
     if len(text.splitlines()) <= MAX_LINES:
         return text
