@@ -13,6 +13,7 @@ from functools import partial
 from fsdp_engine.contract.case import Case, Strategy
 from properties.issues import programs
 from properties.issues import torch_defects as torch
+from properties.issues.accelerate import ACCELERATE
 from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
 
 __all__ = ["KNOWN_ISSUES", "KnownIssue", "fixed_issue", "known_issue"]
@@ -295,4 +296,5 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     *_under("fsdp1", FSDP1),
     *_under("fsdp2", FSDP2),
     *ON_DEVICE,
+    *ACCELERATE,
 )
