@@ -13,6 +13,7 @@ from functools import partial
 from fsdp_engine.contract.case import Case, Strategy
 from properties.issues import programs, verl
 from properties.issues import torch_defects as torch
+from properties.issues.accelerate import ACCELERATE
 from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
 
 __all__ = ["KNOWN_ISSUES", "KnownIssue", "fixed_issue", "known_issue"]
@@ -315,4 +316,5 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     *_under("fsdp2", FSDP2),
     *ON_DEVICE,
     *VERL,
+    *ACCELERATE,
 )

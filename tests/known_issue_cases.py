@@ -11,7 +11,9 @@ from fsdp_engine.contract.actions import (
     Freeze,
     Infer,
     Interrupt,
+    Load,
     Restore,
+    Save,
     Train,
     Unfreeze,
 )
@@ -40,10 +42,11 @@ class Shown:
     case: Case
     found_by: str = GRADIENTS
     device: str = "cpu"
+    on: str = ""
 
     @property
     def engine(self) -> str:
-        return f"torch_{self.case.engine.strategy}"
+        return self.on or f"torch_{self.case.engine.strategy}"
 
 
 def _batch(first_key: int, gates: tuple[tuple[bool, ...], ...]) -> Batch:
@@ -98,6 +101,7 @@ PARAMETER = replace(MLP, optional="parameter")
 EITHER = replace(MLP, optional="either")
 FROZEN = replace(MLP, frozen="first_unit")
 RESTORE = (Train(step=True), Infer(), Restore(), NEXT)
+RESUME = (Train(step=True), Save(), Train(batch=1, step=True), Load(), Train(step=True))
 
 SHOWN = (
     *(
@@ -213,6 +217,15 @@ SHOWN = (
         case=case_of("fsdp2", Interrupt(phase="loss", micro_batch=1), NEXT, deferred=True),
     ),
     Shown(id="fsdp2-restore-while-gathered", case=case_of("fsdp2", *RESTORE)),
+    *(
+        Shown(
+            id="accelerate-fsdp1-loads-no-state-without-rows",
+            case=case_of("fsdp1", *RESUME, mesh=(3,), reshard_after_forward=reshard),
+            found_by="resume-equals-uninterrupted",
+            on="accelerate",
+        )
+        for reshard in (True, False)
+    ),
 )
 
 MAY_SHOW = (

@@ -19,6 +19,7 @@ from properties.issues.issue import KnownIssue
 from properties.judge import Hangs, Judge, PropertyFailure
 from properties.known_issues import KNOWN_ISSUES
 from properties.report import Report, Tally
+from properties.repro import PROJECT
 from tests.judging import (
     CASE,
     DIED,
@@ -40,7 +41,7 @@ Pools: TypeAlias = dict[tuple[str, str], WorldPool]
 def pools() -> Iterator[Pools]:
     pools: Pools = {
         (name, device): WorldPool(name, device=device)
-        for name in ("torch_fsdp1", "torch_fsdp2", "reference")
+        for name in ("torch_fsdp1", "torch_fsdp2", "accelerate", "reference")
         for device in DEVICES
     }
     yield pools
@@ -84,7 +85,8 @@ def test_every_issue_is_shown_here() -> None:
     assert of_torch == {shown.id for shown in SHOWN}  # verl's: tests/test_verl.py
     assert len({issue.id for issue in KNOWN_ISSUES}) == len(KNOWN_ISSUES)
     for issue in KNOWN_ISSUES:
-        assert issue.reference.startswith("https://") or Path(issue.reference).is_file()
+        finding = (PROJECT / issue.reference).is_file()
+        assert issue.reference.startswith("https://") or finding
         assert all(load_check(name) for name in (*issue.properties, *issue.must_in))
 
 
