@@ -35,8 +35,12 @@ class Budget:
         return Budget(minutes=minutes, ends=ends)
 
     @property
+    def seconds_left(self) -> float:
+        return self.ends - time.time()
+
+    @property
     def is_over(self) -> bool:
-        return time.time() > self.ends
+        return self.seconds_left < 0.0
 
 
 def _started() -> float:

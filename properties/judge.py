@@ -44,6 +44,10 @@ MAX_SHRINK_S = 20.0
 """How long after its first failure a search goes on; what is left is simplified behind it."""
 
 
+SETTLE_S = 60.0
+"""What simplifying and running a script may take: with less time left it is not begun."""
+
+
 class PropertyFailure(AssertionError):
     """A property does not hold, or could not be judged, for a case."""
 
@@ -164,7 +168,10 @@ class Judge:
         check, case = self._last
         name = property_id(check)
         failed = self._failures[name, case_id(case)]
-        if self.rations is None or failed.ending is None or not self.rations.take(name, failed.how):
+        late = self.budget is not None and self.budget.seconds_left < SETTLE_S
+        if self.rations is None or failed.ending is None or late:
+            return error
+        if not self.rations.take(name, failed.how):
             return error
         failure = trusted.Failure(
             case=case,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import secrets
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,6 @@ class Reporter:
         self._path = path
         self._budget = budget
         self._num_run = 0
-        self._num_collected = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count what a test judged, wherever it ran."""
@@ -132,15 +130,6 @@ class Reporter:
         self._num_run += report.when == "setup"
         if report.when == "call":
             self._report.saw_test(report.start, report.stop)
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Count the tests of this process."""
-        self._num_collected = max(self._num_collected, len(session.items))
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Count the tests of a worker: all have the same."""
-        self._num_collected = max(self._num_collected, len(ids))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
