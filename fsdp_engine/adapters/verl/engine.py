@@ -93,6 +93,9 @@ class Verl:
         missing = not_exported(case)
         if missing is not None:
             raise UnsupportedCase(missing)
+        on_host = torch.device(rank.device).type == "cpu"
+        if not on_host and case.dtypes.compute != "float32":
+            raise UnsupportedCase("the simulated device has no autocast, in which verl runs this")
         engine_config, optimizer_config = config.engine_and_optimizer(case)
         module: Any = build_model(case)
         folder = models.new_folder(rank)
@@ -106,7 +109,6 @@ class Verl:
             config.checkpoint_config(),
         )
         engine.adapter = models.adapter_weights(module)
-        on_host = torch.device(rank.device).type == "cpu"
         with host_parameters_synced() if on_host else nullcontext():
             engine.initialize()
         return VerlTrainee(engine, case, torch.device(rank.device))
