@@ -122,6 +122,16 @@ class Reporter:
         self._path = path
         self._budget = budget
         self._num_run = 0
+        self._num_collected = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Of one process how many tests there are."""
+        self._num_collected = len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Of workers, each of which has collected them all."""
+        self._num_collected = len(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count what a test judged, wherever it ran."""
@@ -147,11 +157,8 @@ class Reporter:
         for line in self._report.table():
             terminalreporter.line(line)
         if self._budget is not None:
-            collected = terminalreporter._numcollected  # noqa: SLF001  xdist counts nowhere else
-            told = (
-                f"{self._budget.minutes:g} minutes: {self._num_run} of {collected} tests were run"
-            )
-            terminalreporter.line(told)
+            ran = f"{self._num_run} of {self._num_collected} tests were run"
+            terminalreporter.line(f"{self._budget.minutes:g} minutes: {ran}")
 
 
 def _profile(name: str) -> Profile:

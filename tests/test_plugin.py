@@ -80,8 +80,12 @@ def test_given_cases_are_judged_by_all_that_applies(tmp_path: Path, *, confirmed
         tmp_path,
         *("--engine", GOOD, "--cases", cases, *probed),
         *("--report-json", str(tmp_path / "out" / "report.json"), "--hypothesis-seed", "5"),
+        *("--minutes", "60"),
     )
     assert ran.returncode == 0, ran.stdout
+    counted = re.search(r"60 minutes: (\d+) of (\d+) tests were run", ran.stdout)
+    assert counted is not None
+    assert 0 < int(counted[1]) == int(counted[2])
     assert f"engine: {GOOD} on cpu" in ran.stdout
     assert "profile: default, seed: 5" in ran.stdout
     assert ("probe: replayed gradients are bit-equal on this machine" in ran.stdout) == confirmed
