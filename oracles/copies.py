@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from fsdp_engine.contract.actions import Export, Move, Resume, Train
@@ -29,21 +30,22 @@ Bounds: TypeAlias = dict[tuple[str, str], tuple[Allowed, Allowed]]
 _IN, _OUT = "host_to_device", "device_to_host"
 
 
-def needed(case: Case, rank: RankObservation, index: int) -> Bounds:
-    """Of the action at this place of the program; empty where nothing is said about it.
+def needed(case: Case, rank: RankObservation) -> Iterator[Bounds]:
+    """Of every action of the program; empty where nothing is said about one.
 
     What is moved is known exactly, but for gradients, which are moved where there are any.
     """
-    action, places = case.program[index], actual_places(case, rank)[index]
-    match action:
-        case Train():
-            return _of_training(case, action, rank, index, places)
-        case Export() | Resume():
-            return _of_export(case, action, rank, resting_places(case)[index])
-        case Move():
-            return _of_move(case, action, rank, index, places)
-        case _:
-            return {}
+    actual, resting = actual_places(case, rank), resting_places(case)
+    for index, action in enumerate(case.program):
+        match action:
+            case Train():
+                yield _of_training(case, action, rank, index, actual[index])
+            case Export() | Resume():
+                yield _of_export(case, action, rank, resting[index])
+            case Move():
+                yield _of_move(case, action, rank, index, actual[index])
+            case _:
+                yield {}
 
 
 def _of_training(
@@ -102,8 +104,8 @@ def _of_move(case: Case, action: Move, rank: RankObservation, index: int, places
     gradients = parameters(case, rank) if _has_gradients(rank, index) else NOTHING
     least = most = NOTHING
     if action.model and places.model != hosted:
-        least += whole_model(case, rank)
-        most += whole_model(case, rank) + gradients
+        least = whole_model(case, rank)
+        most = least + gradients
     if action.optimizer and places.optimizer != hosted:
         state = _state_before(rank, index)
         least, most = least + state, most + state

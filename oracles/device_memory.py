@@ -12,12 +12,12 @@ import math
 from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation
-from fsdp_engine.workload.models import build_model
 from oracles.memory import Held
 from oracles.placement import Places
 from oracles.sharding import (
     ITEM_SIZE,
     ParameterLayout,
+    buffer_layouts,
     flat_elements,
     per_parameter_elements,
     unit_layouts,
@@ -42,7 +42,7 @@ def is_predicted(case: Case, numerics: Numerics) -> bool:
 
 def model_bytes(case: Case, numerics: Numerics, places: Places) -> int:
     """Parameters and buffers of a rank that are on the device, without gradients."""
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in build_model(case).buffers())
+    buffers = sum(buffer.num_bytes for buffer in buffer_layouts(case))
     own = 0 if places.model else parameter_bytes(case, numerics)
     return own + (0 if places.buffers else buffers)
 

@@ -37,6 +37,11 @@ class Shorter:
     kept: tuple[int, ...]
 
 
+def whole(case: Case) -> Shorter:
+    """The case itself, to be compared with another of as many actions."""
+    return Shorter(case=case, kept=tuple(range(len(case.program))))
+
+
 def without(case: Case, kinds: Collection[str]) -> Shorter | None:
     """The case without the actions of these kinds; None where nothing is left."""
     kept = tuple(index for index, action in enumerate(case.program) if action.kind not in kinds)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fsdp_engine.contract.batch import Batch, Sequence
-from fsdp_engine.contract.case import Case, Dtype, Mesh
+from fsdp_engine.contract.case import Case, Dtype, DtypePolicy, Mesh
 from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model, unit_names, unit_of
 
@@ -86,6 +86,24 @@ def unit_layouts(case: Case) -> tuple[UnitLayout, ...]:
     return _layouts_of(case.model)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """One buffer of the model. `saved`: the state dict has it."""
+
+    num_bytes: int
+    saved: bool
+
+
+def buffer_layouts(case: Case) -> tuple[BufferLayout, ...]:
+    """The model's buffers, in module order."""
+    return _buffers_of(case.model, case.dtypes.storage)
+
+
+def tied_names(case: Case) -> tuple[str, ...]:
+    """Of every name that a parameter has the first one of the same parameter."""
+    return _first_names_of(case.model)
+
+
 def per_parameter_elements(parameters: tuple[ParameterLayout, ...], shards: int) -> int:
     """Elements of parameters that are each cut along dim 0 into `shards` equal parts.
 
@@ -110,13 +128,37 @@ def flat_elements(parameters: tuple[ParameterLayout, ...], shards: int, compute:
     return math.ceil(end / shards) * shards
 
 
-@functools.lru_cache(maxsize=256)
-def _layouts_of(model: Model) -> tuple[UnitLayout, ...]:
-    case = Case(
+def _case_of(model: Model, storage: Dtype = "float32") -> Case:
+    """Any case of the model: its layout is the same in all of them."""
+    return Case(
         model=model,
         mesh=Mesh(shape=(1,)),
+        dtypes=DtypePolicy(storage=storage, compute=storage, reduce=storage),
         batches=(Batch(ranks=((Sequence(key=0),),)),),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _buffers_of(model: Model, storage: Dtype) -> tuple[BufferLayout, ...]:
+    module = build_model(_case_of(model, storage))
+    saved = module.state_dict().keys()
+    return tuple(
+        BufferLayout(num_bytes=buffer.numel() * buffer.element_size(), saved=name in saved)
+        for name, buffer in module.named_buffers()
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _first_names_of(model: Model) -> tuple[str, ...]:
+    module = build_model(_case_of(model))
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return tuple(first[id(parameter)] for _, parameter in every)
+
+
+@functools.lru_cache(maxsize=256)
+def _layouts_of(model: Model) -> tuple[UnitLayout, ...]:
+    case = _case_of(model)
     members: dict[str, list[ParameterLayout]] = {name: [] for name in ("", *unit_names(case))}
     for name, parameter in build_model(case).named_parameters():
         layout = ParameterLayout(

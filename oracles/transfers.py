@@ -14,16 +14,20 @@ every reduced gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Copy, LocalArray, OptimizerState, RankObservation
-from fsdp_engine.workload.models import build_model, parameter_names
-from oracles.sharding import ITEM_SIZE, flat_elements, unit_layouts
+from fsdp_engine.workload.models import parameter_names
+from oracles.sharding import (
+    ITEM_SIZE,
+    BufferLayout,
+    buffer_layouts,
+    flat_elements,
+    tied_names,
+    unit_layouts,
+)
 
 TENSORS_OF_A_MICRO_BATCH = 5
 """Inputs, attention mask, gates, targets, loss mask."""
@@ -54,7 +58,7 @@ def bounds(case: Case) -> Allowed:
 
 def whole_model(case: Case, rank: RankObservation) -> Allowed:
     """A rank's parameters and buffers, moved once: FSDP1's by its units, FSDP2's one by one."""
-    return parameters(case, rank) + _sizes(build_model(case).buffers())
+    return parameters(case, rank) + _buffers(buffer_layouts(case))
 
 
 def parameters(case: Case, rank: RankObservation) -> Allowed:
@@ -77,15 +81,9 @@ def moments(state: OptimizerState) -> Allowed:
 def unstaged(case: Case, rank: RankObservation, *, buffers_on_host: bool) -> Allowed:
     """An export of the state dict from the host: each name's own part, buffers where they are."""
     parts = {part.name: part for part in rank.initial}
-    model = build_model(case)
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    own = [
-        parts[first[id(parameter)]]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    ]
-    saved = model.state_dict().keys()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
-    return _parts(tuple(own)) + (_sizes(buffers) if buffers_on_host else NOTHING)
+    own = tuple(parts[name] for name in tied_names(case))
+    saved = tuple(buffer for buffer in buffer_layouts(case) if buffer.saved)
+    return _parts(own) + (_buffers(saved) if buffers_on_host else NOTHING)
 
 
 def _parts(arrays: tuple[LocalArray, ...]) -> Allowed:
@@ -97,9 +95,8 @@ def _parts(arrays: tuple[LocalArray, ...]) -> Allowed:
     return Allowed(count=len(sizes), num_bytes=sum(sizes))
 
 
-def _sizes(tensors: Iterable[Tensor]) -> Allowed:
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    return Allowed(count=len(sizes), num_bytes=sum(sizes))
+def _buffers(buffers: tuple[BufferLayout, ...]) -> Allowed:
+    return Allowed(count=len(buffers), num_bytes=sum(buffer.num_bytes for buffer in buffers))
 
 
 def crossings(copies: tuple[Copy, ...], phase: str, direction: str) -> tuple[Copy, ...]:

@@ -13,7 +13,7 @@ from fsdp_engine.contract.case import Case, Optimizer, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
-from oracles.metamorphic import Shorter, first_difference
+from oracles.metamorphic import first_difference, whole
 from oracles.records import PASSES
 from tests.small_cases import small_case
 from tests.world_cases import skip_without_device
@@ -53,8 +53,8 @@ def _case(strategy: Strategy, shape: tuple[int, ...], model: Model, policy: str)
 
 
 def _differences(case: Case, here: Observation, there: Observation) -> list[str]:
-    whole = Shorter(case=case, kept=tuple(range(len(case.program))))
-    return [str(m) for m in first_difference(whole, there, here, told="device against host")]
+    found = first_difference(whole(case), there, here, told="device against host")
+    return [str(mismatch) for mismatch in found]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -26,7 +26,7 @@ from oracles.device_memory import (
     optimizer_bytes,
 )
 from oracles.memory import predict_held
-from oracles.metamorphic import Shorter, first_difference
+from oracles.metamorphic import first_difference, whole
 from oracles.placement import Places, resting_places
 from oracles.transfers import crossings
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
@@ -34,7 +34,7 @@ from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 SCHEDULES = (0, 1, 2)
 """Nothing happens before it is waited for; then two in which some things do."""
 
-ON_THE_HOST = "the host has no memory, copies or streams of its own"
+_ON_THE_HOST = "the host has no memory, copies or streams of its own"
 
 
 def memory_matches(case: Case, run: Run) -> Verdict:
@@ -49,7 +49,7 @@ def memory_matches(case: Case, run: Run) -> Verdict:
     """
     observation = run(case)
     if observation.ranks[0].device == "cpu":
-        return not_applicable(ON_THE_HOST)
+        return not_applicable(_ON_THE_HOST)
     if not is_predicted(case, observation.numerics):
         return not_applicable("no wrapper, program or model whose bytes are predicted")
     built = model_bytes(case, observation.numerics, resting_places(case)[0])
@@ -104,14 +104,14 @@ def copies_are_needed(case: Case, run: Run) -> Verdict:
     """
     observation = run(case)
     if observation.ranks[0].device == "cpu":
-        return not_applicable(ON_THE_HOST)
+        return not_applicable(_ON_THE_HOST)
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
-        for index, action in enumerate(case.program):
+        for index, bounds in enumerate(needed(case, rank)):
             record = rank.records[index]
             if not isinstance(record, InferRecord):
-                where = f"action {index} ({action.kind}) rank {rank.rank}"
-                mismatches += _out_of_bounds(where, record.copies, needed(case, rank, index))
+                where = f"action {index} ({case.program[index].kind}) rank {rank.rank}"
+                mismatches += _out_of_bounds(where, record.copies, bounds)
     return exactly(mismatches)
 
 
@@ -139,8 +139,7 @@ def order_is_kept(case: Case, run: Run) -> Verdict:
     """Under every schedule nothing is used before it is there, and all bits are the same."""
     plain = run(case)
     if plain.ranks[0].device == "cpu":
-        return not_applicable(ON_THE_HOST)
-    whole = Shorter(case=case, kept=tuple(range(len(case.program))))
+        return not_applicable(_ON_THE_HOST)
     mismatches: list[Mismatch] = []
     for schedule in SCHEDULES:
         scheduled = run(replace(case, schedule=schedule))
@@ -150,7 +149,7 @@ def order_is_kept(case: Case, run: Run) -> Verdict:
                 for race in dict.fromkeys(rank.races)
             ]
         mismatches += first_difference(
-            whole, scheduled, plain, told=f"schedule {schedule} against none"
+            whole(case), scheduled, plain, told=f"schedule {schedule} against none"
         )
     return exactly(mismatches)
 

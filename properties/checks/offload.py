@@ -19,11 +19,11 @@ from oracles.device_memory import (
     model_bytes,
     optimizer_bytes,
 )
-from oracles.metamorphic import Shorter, first_difference
-from oracles.placement import Places, actual_places, without_offload
+from oracles.metamorphic import first_difference, whole
+from oracles.placement import actual_places, without_offload
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
-ON_THE_HOST = "the host and the device are the same place"
+_ON_THE_HOST = "the host and the device are the same place"
 HOST = "cpu"
 
 
@@ -36,7 +36,7 @@ def rests_where_asked(case: Case, run: Run) -> Verdict:
     """
     observation = run(case)
     if observation.ranks[0].device == HOST:
-        return not_applicable(ON_THE_HOST)
+        return not_applicable(_ON_THE_HOST)
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
         mismatches += _misplaced(case, rank)
@@ -56,10 +56,8 @@ def offload_changes_nothing(case: Case, run: Run) -> Verdict:
     if plain == case:
         return not_applicable("nothing of the case rests on the host")
     observation, other = run(case), run(plain)
-    whole = Shorter(case=case, kept=tuple(range(len(case.program))))
-    return exactly(
-        first_difference(whole, observation, other, told="offloaded against on the device")
-    )
+    told = "offloaded against on the device"
+    return exactly(first_difference(whole(case), observation, other, told=told))
 
 
 def _misplaced(case: Case, rank: RankObservation) -> Iterator[Mismatch]:
@@ -107,7 +105,8 @@ def _bytes_at_rest(case: Case, numerics: Numerics, rank: RankObservation) -> Ite
         if isinstance(record, TrainRecord) and record.stepped:
             moments = optimizer_bytes(case, rank)
         wanted = model_bytes(case, numerics, places)
-        wanted += _gradients_at_rest(case, numerics, places) if resting.gradients else 0
+        if resting.gradients and not places.model:
+            wanted += gradient_bytes(case, numerics)
         wanted += 0 if places.optimizer else moments
         if not wanted <= resting.device_bytes <= wanted + OWN_NUMBERS:
             yield Mismatch(
@@ -115,10 +114,6 @@ def _bytes_at_rest(case: Case, numerics: Numerics, rank: RankObservation) -> Ite
                 got=str(resting.device_bytes),
                 wanted=str(wanted),
             )
-
-
-def _gradients_at_rest(case: Case, numerics: Numerics, places: Places) -> int:
-    return 0 if places.model else gradient_bytes(case, numerics)
 
 
 def _places(case: Case) -> Iterator[str]:
