@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fsdp_engine.contract.case import Case, Strategy
+from fsdp_engine.contract.case import Strategy
 from properties.issues import programs, verl
 from properties.issues import torch_defects as torch
 from properties.issues.accelerate import ACCELERATE
-from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue
+from properties.issues.issue import KnownIssue, Predicate, fixed_issue, known_issue, under
 
 __all__ = ["KNOWN_ISSUES", "KnownIssue", "fixed_issue", "known_issue"]
 
@@ -30,13 +30,8 @@ def _both(first: Predicate, *others: Predicate) -> Predicate:
 
 
 def _under(strategy: Strategy, issues: tuple[KnownIssue, ...]) -> tuple[KnownIssue, ...]:
-    """The same in cases of that strategy alone: some engines have both."""
-
-    def asks(case: Case) -> bool:
-        return case.engine.strategy == strategy
-
     return tuple(
-        replace(issue, hits=_both(asks, issue.hits), must=_both(asks, issue.must))
+        replace(issue, hits=under(strategy, issue.hits), must=under(strategy, issue.must))
         for issue in issues
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.case import Case, Strategy
 from properties.outcome import Ending
 
 Predicate: TypeAlias = Callable[[Case], bool]
@@ -56,6 +56,11 @@ class KnownIssue:
             return False
         told = [ending.verdict.reason, *map(str, ending.verdict.mismatches)]
         return not self.says or any(word in line for word in self.says for line in told)
+
+
+def under(strategy: Strategy, predicate: Predicate) -> Predicate:
+    """The predicate in cases of one strategy alone: some engines have both."""
+    return lambda case: case.engine.strategy == strategy and predicate(case)
 
 
 def known_issue(

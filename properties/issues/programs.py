@@ -20,7 +20,7 @@ from fsdp_engine.contract.actions import (
 )
 from fsdp_engine.contract.case import Case
 from fsdp_engine.workload.models import parameter_names, part_names, trained_names, unit_of
-from properties.issues.usage import num_micro_batches
+from properties.issues.usage import loss_tokens, num_micro_batches, training
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -74,6 +74,17 @@ def is_alive(case: Case) -> bool:
     tokens = min(sum(s.length for s in batch.sequences) for batch in case.batches)
     residual = case.model.family not in ("linear", "mixtral") and case.model.vocab > 1
     return residual and not case.exact and tokens * case.model.hidden >= 24
+
+
+def surely_rounds_a_sum(case: Case) -> bool:
+    """Two micro-batches have loss, and a gradient many elements: where sums round, one does."""
+    model = case.model
+    many = model.width * model.vocab >= 16 and not model.lora_rank and model.optional == "none"
+    two = any(
+        sum(tokens > 0 for tokens in loss_tokens(case, action.batch)) > 1
+        for action in training(case)
+    )
+    return many and two and is_alive(case)
 
 
 def was_interrupted(case: Case, *, unknown: bool) -> Iterator[Interrupt]:

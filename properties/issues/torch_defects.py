@@ -31,18 +31,8 @@ def rounds_running_sum(case: Case) -> bool:
 
 
 def surely_rounds_running_sum(case: Case) -> bool:
-    """Two micro-batches with loss and a gradient of many elements: some sum is rounded."""
-    model = case.model
-    many = model.width * model.vocab >= 16 and not model.lora_rank and model.optional == "none"
-    return (
-        rounds_running_sum(case)
-        and many
-        and programs.is_alive(case)
-        and any(
-            sum(tokens > 0 for tokens in usage.loss_tokens(case, action.batch)) > 1
-            for action in usage.training(case)
-        )
-    )
+    """The same, where some sum is rounded."""
+    return rounds_running_sum(case) and programs.surely_rounds_a_sum(case)
 
 
 def clips_in_double(case: Case) -> bool:

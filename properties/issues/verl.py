@@ -17,12 +17,13 @@ from fsdp_engine.contract.actions import (
     Restore,
     Resume,
     Train,
+    ability_for,
     asks_for_step,
 )
 from fsdp_engine.contract.batch import TokenBudget
 from fsdp_engine.contract.case import Case, Strategy
 from properties.issues import programs, usage
-from properties.issues.issue import KnownIssue, Predicate
+from properties.issues.issue import KnownIssue, Predicate, under
 
 ENGINE = "verl"
 FINDINGS = "docs/findings"
@@ -35,11 +36,6 @@ _EXPORTS = (
 )  # fmt: skip
 
 
-def by(strategy: Strategy, predicate: Predicate, case: Case) -> bool:
-    """Whether a case runs by this strategy and the predicate accepts it."""
-    return case.engine.strategy == strategy and predicate(case)
-
-
 def inherited(issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
     """Torch's issues as verl shows them."""
     return tuple(
@@ -47,8 +43,8 @@ def inherited(issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
             issue,
             id=f"verl-{issue.id}",
             engines=(ENGINE,),
-            hits=partial(by, _strategy(issue), partial(_adapted, issue.id, issue.hits)),
-            must=partial(by, _strategy(issue), partial(_adapted, issue.id, issue.must)),
+            hits=under(_strategy(issue), partial(_adapted, issue.id, issue.hits)),
+            must=under(_strategy(issue), partial(_adapted, issue.id, issue.must)),
         )
         for issue in issues
     )
@@ -82,13 +78,7 @@ def accumulates_low(case: Case) -> bool:
 
 def surely_accumulates_low(case: Case) -> bool:
     """The same with two micro-batches that have loss, and a gradient of many elements."""
-    model = case.model
-    many = model.width * model.vocab >= 16 and not model.lora_rank and model.optional == "none"
-    two = any(
-        sum(tokens > 0 for tokens in usage.loss_tokens(case, action.batch)) > 1
-        for action in usage.training(case)
-    )
-    return accumulates_low(case) and many and two and programs.is_alive(case)
+    return accumulates_low(case) and programs.surely_rounds_a_sum(case)
 
 
 def exports(case: Case, *weights: str) -> bool:
@@ -169,7 +159,7 @@ def breaks_base(case: Case) -> bool:
 
 def goes_on_elsewhere(case: Case) -> bool:
     """A checkpoint is loaded on another mesh or by another strategy."""
-    return any(isinstance(a, Load) and bool(a.shape or a.strategy) for a in case.program)
+    return any(ability_for(action) == "reshard" for action in case.program)
 
 
 def changes_mesh(case: Case) -> bool:
@@ -254,8 +244,8 @@ OWN = (
         engines=(ENGINE,),
         reason="no_sync adds gradients up in the compute dtype, though reduce_dtype is fp32",
         reference=f"{FINDINGS}/verl_fsdp1_deferred_bf16.py",
-        hits=partial(by, "fsdp1", accumulates_low),
-        must=partial(by, "fsdp1", surely_accumulates_low),
+        hits=under("fsdp1", accumulates_low),
+        must=under("fsdp1", surely_accumulates_low),
         ends=("Failed",),
         must_in=_GRADIENTS,
     ),
@@ -278,7 +268,7 @@ OWN = (
         "left out; with FSDP1 both adapters of a tied pair go into its one weight",
         reference=f"{FINDINGS}/verl_fsdp2_root_adapter.py",
         hits=merges_root,
-        must=partial(by, "fsdp2", surely_merges_root),
+        must=under("fsdp2", surely_merges_root),
         ends=("Failed",),
         properties=_EXPORTS,
         must_in=("export-matches-oracle",),
@@ -289,8 +279,8 @@ OWN = (
         reason="an embedding with an adapter is wrapped by its name and once more inside by its "
         "class, which FSDP2 refuses",
         reference=f"{_SOURCE}/utils/fsdp_utils.py#L549",
-        hits=partial(by, "fsdp2", adapts_embedding_of_transformers),
-        must=partial(by, "fsdp2", adapts_embedding_of_transformers),
+        hits=under("fsdp2", adapts_embedding_of_transformers),
+        must=under("fsdp2", adapts_embedding_of_transformers),
         ends=("RaisedTypeError",),
         says=("object layout differs",),
     ),
@@ -300,8 +290,8 @@ OWN = (
         reason="the base is moved to the host while it is gathered; then the process ends, or "
         "FSDP1 finds a storage that it cannot resize",
         reference=f"{_ISSUES}/7062",
-        hits=partial(by, "fsdp1", lambda case: exports(case, "base")),
-        must=partial(by, "fsdp1", breaks_base),
+        hits=under("fsdp1", lambda case: exports(case, "base")),
+        must=under("fsdp1", breaks_base),
         ends=("Died", "RaisedRuntimeError", "Failed", "RaisedAssertionError"),
         properties=_EXPORTS,
     ),
@@ -312,8 +302,8 @@ OWN = (
         "none; taken layer by layer the fallback then gathers to the host, which torch refuses "
         "on one",
         reference=f"{FINDINGS}/verl_fsdp1_adapter_export.py",
-        hits=partial(by, "fsdp1", lambda case: exports(case, "adapter")),
-        must=partial(by, "fsdp1", exports_adapter),
+        hits=under("fsdp1", lambda case: exports(case, "adapter")),
+        must=under("fsdp1", exports_adapter),
         ends=("Failed", "Died", "RaisedRuntimeError"),
         properties=_EXPORTS,
         must_in=("export-matches-oracle",),
@@ -324,8 +314,8 @@ OWN = (
         reason="an export hands out references to live shards: what is taken behind a step has "
         "the weights of then, and one export has both",
         reference=f"{FINDINGS}/verl_fsdp2_export_moment.py",
-        hits=partial(by, "fsdp2", resumes_behind_write),
-        must=partial(by, "fsdp2", surely_resumes_behind_write),
+        hits=under("fsdp2", resumes_behind_write),
+        must=under("fsdp2", surely_resumes_behind_write),
         ends=("Failed",),
         properties=("export-matches-oracle",),
     ),
