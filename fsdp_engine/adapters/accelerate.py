@@ -30,19 +30,17 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import optimizer_of, schedule_of
+from fsdp_engine.adapters.plain_loop import PlainEngine, optimizer_of, schedule_of
 from fsdp_engine.adapters.torch_fsdp import (
     STRATEGIES,
     Fsdp1Trainee,
     Fsdp2Trainee,
     fsdp1_policy,
     fsdp2_policy,
-    no_size_option,
-    no_strategy_names,
     refusal,
 )
 from fsdp_engine.contract.actions import ACTIONS, OFFLOAD_ACTIONS
-from fsdp_engine.contract.case import Case, Scalar
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import EngineStateError
 from fsdp_engine.contract.observation import Numerics, Unit
 from fsdp_engine.contract.protocol import Capabilities, RankContext
@@ -51,7 +49,7 @@ from fsdp_engine.workload.models import build_model, unit_names
 _VERSIONS = {"fsdp1": 1, "fsdp2": 2}
 
 
-class Accelerate:
+class Accelerate(PlainEngine):
     """`Accelerator.prepare` over a `FullyShardedDataParallelPlugin` of either version."""
 
     def capabilities(self) -> Capabilities:
@@ -84,15 +82,6 @@ class Accelerate:
         if not case.model.is_language:
             return numerics
         return dataclasses.replace(numerics, units=_regrouped(case, numerics.units), semantics="")
-
-    def defaults(self) -> dict[str, dict[str, Scalar]]:
-        return {}
-
-    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return no_size_option(world_size, fsdp_size)
-
-    def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
-        return no_strategy_names(mesh_ndim, zero3=zero3)
 
     def build(self, case: Case, rank: RankContext) -> AccelerateFsdp1 | AccelerateFsdp2:
         model = build_model(case)

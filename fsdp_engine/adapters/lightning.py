@@ -26,23 +26,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import optimizer_of
+from fsdp_engine.adapters.plain_loop import PlainEngine, optimizer_of
 from fsdp_engine.adapters.torch_fsdp import (
     Fsdp2Trainee,
     fsdp2_policy,
-    no_size_option,
-    no_strategy_names,
     refusal,
 )
 from fsdp_engine.contract.actions import ACTIONS, OFFLOAD_ACTIONS
-from fsdp_engine.contract.case import Case, Scalar
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
 from fsdp_engine.workload.models import build_model, module_arguments, unit_names
 
 
-class Lightning:
+class Lightning(PlainEngine):
     """`Fabric` with a `ModelParallelStrategy` on the host."""
 
     def capabilities(self) -> Capabilities:
@@ -66,15 +64,6 @@ class Lightning:
 
     def numerics(self, case: Case) -> Numerics:
         return fsdp2_numerics(case)
-
-    def defaults(self) -> dict[str, dict[str, Scalar]]:
-        return {}
-
-    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return no_size_option(world_size, fsdp_size)
-
-    def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
-        return no_strategy_names(mesh_ndim, zero3=zero3)
 
     def build(self, case: Case, rank: RankContext) -> LightningTrainee:
         if rank.device != "cpu":

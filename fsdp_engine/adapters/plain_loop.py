@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp_engine.adapters.optional_units import run_the_same_units
 from fsdp_engine.contract.batch import Planning, Static
-from fsdp_engine.contract.case import Case, LossMode
+from fsdp_engine.contract.case import Case, LossMode, Scalar
 from fsdp_engine.contract.case import Optimizer as OptimizerOptions
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
@@ -36,6 +36,25 @@ Plan: TypeAlias = tuple[tuple[int, ...], ...]
 
 NO_ADAPTER_CONTROL = "plain torch exports the wrapped model as it is and runs it with its adapter"
 """What it has no other way for."""
+
+
+STATE_SLOTS = {"sgd": (), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+"""What torch's optimizers keep of a parameter, by the case's names of them."""
+
+
+class PlainEngine:
+    """What an engine without a configuration of its own answers to questions about one."""
+
+    def defaults(self) -> dict[str, dict[str, Scalar]]:
+        return {}
+
+    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
+        """There is no option to ask for a mesh by a size."""
+        raise UnsupportedCase(f"plain torch takes a mesh as it is, not {world_size}, {fsdp_size}")
+
+    def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
+        """The names of FSDP1's strategies are not the engine's own."""
+        raise UnsupportedCase(f"the engine names no strategy for {mesh_ndim} axes, zero3 {zero3}")
 
 
 class PlainTrainee:
@@ -108,8 +127,8 @@ class PlainTrainee:
         return parameter_shards(self.module)
 
     def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
-        slots = {"sgd": (), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-        return state_shards(self.module, self.optimizer, slots[self.case.optimizer.kind])
+        slots = STATE_SLOTS[self.case.optimizer.kind]
+        return state_shards(self.module, self.optimizer, slots)
 
     def metrics(self) -> dict[str, float]:
         if self.counts is None:

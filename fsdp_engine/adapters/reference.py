@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fsdp_engine.adapters.field_names import (
+    DTYPES,
+    STRATEGIES,
+    as_written,
+    engine_fields,
+    optimizer_fields,
+)
 from fsdp_engine.adapters.numerics import divide_factors, fsdp1_numerics, fsdp2_numerics
 from fsdp_engine.adapters.optional_units import run_the_same_units
 from fsdp_engine.contract.actions import ACTIONS
@@ -33,13 +39,6 @@ from fsdp_engine.engine.micro_batches import plans_of
 from fsdp_engine.engine.sharding import get_sharding_strategy, replicates
 from fsdp_engine.workload.models import build_model, module_arguments
 
-_STRATEGIES = {"fsdp1": "fsdp", "fsdp2": "fsdp2"}
-_OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"}
-
-NOT_FINITE = {".nan": math.nan, ".inf": math.inf, "-.inf": -math.inf}
-"""What an override's string stands for: numbers that JSON lacks, as YAML writes them."""
-
 RawConfig = dict[str, Any]
 
 
@@ -50,7 +49,7 @@ class Reference:
         return Capabilities(
             name="reference",
             versions={"torch": torch.__version__},
-            strategies=tuple(_STRATEGIES),
+            strategies=tuple(STRATEGIES),
             actions=ACTIONS,
         )
 
@@ -124,7 +123,7 @@ def configs(case: Case) -> tuple[EngineConfig, OptimizerConfig]:
     if case.engine.config_source == "yaml":
         sections = yaml_mapping()
     sections["engine"] |= _engine_fields(case)
-    sections["optim"] |= _optimizer_fields(case)
+    sections["optim"] |= optimizer_fields(case)
     for name, value in case.engine.overrides:
         _override(sections, name, value)
     optimizer = from_mapping(OptimizerConfig, sections["optim"])
@@ -150,23 +149,14 @@ def _ranks_run_the_same_units(case: Case) -> bool:
 
 def _engine_fields(case: Case) -> RawConfig:
     options, dtypes = case.engine, case.dtypes
-    fields: RawConfig = {
-        "strategy": _STRATEGIES[options.strategy],
-        "reshard_after_forward": options.reshard_after_forward,
-        SYNC_FIELD: options.deferred,
-        "param_offload": options.param_offload,
-        "optimizer_offload": options.optimizer_offload,
-        "offload_policy": options.offload_policy,
-        "model_dtype": _DTYPES[dtypes.storage],
-        "loss_agg_mode": options.loss_mode,
-    }
+    fields: RawConfig = engine_fields(case) | {"loss_agg_mode": options.loss_mode}
     size = _named_size(case)
     if size is not None:
         fields["fsdp_size"] = size
     if dtypes.mixed:
         fields["mixed_precision"] = {
-            "param_dtype": _DTYPES[dtypes.compute],
-            "reduce_dtype": _DTYPES[dtypes.reduce],
+            "param_dtype": DTYPES[dtypes.compute],
+            "reduce_dtype": DTYPES[dtypes.reduce],
             "buffer_dtype": None,
         }
     match options.planning:
@@ -181,22 +171,6 @@ def _engine_fields(case: Case) -> RawConfig:
     return fields
 
 
-def _optimizer_fields(case: Case) -> RawConfig:
-    options = case.optimizer
-    fields: RawConfig = {
-        "optimizer": _OPTIMIZERS[options.kind],
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "clip_grad": options.clip_grad,
-        "lr_warmup_steps": options.warmup_steps,
-        "lr_scheduler_type": options.schedule,
-    }
-    if options.schedule == "cosine":
-        fields["total_training_steps"] = options.total_steps
-        fields["min_lr_ratio"] = options.min_lr_ratio
-    return fields
-
-
 def _named_size(case: Case) -> int | None:
     """The `fsdp_size` that gives the case's mesh, None where no size does."""
     mesh = case.mesh
@@ -208,9 +182,7 @@ def _override(sections: dict[str, RawConfig], name: str, value: Scalar) -> None:
     head, *rest = name.split(".")
     fields = {f.name for f in dataclasses.fields(OptimizerConfig)}
     section = sections["optim" if head in fields else "engine"]
-    if isinstance(value, str):
-        value = NOT_FINITE.get(value, value)
-    section[head] = _replaced(section.get(head), rest, value, name)
+    section[head] = _replaced(section.get(head), rest, as_written(value), name)
 
 
 def _replaced(old: Any, path: list[str], value: Scalar, name: str) -> Any:

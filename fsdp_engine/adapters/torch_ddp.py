@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics
-from fsdp_engine.adapters.plain_loop import PlainTrainee
-from fsdp_engine.adapters.torch_fsdp import full_copies, no_size_option, no_strategy_names, refusal
+from fsdp_engine.adapters.plain_loop import PlainEngine, PlainTrainee
+from fsdp_engine.adapters.torch_fsdp import full_copies, refusal
 from fsdp_engine.contract.actions import ACTIONS, CHECKPOINT_ACTIONS, OFFLOAD_ACTIONS, Export
-from fsdp_engine.contract.case import Case, Scalar
+from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Level, Numerics, Unit
 from fsdp_engine.contract.protocol import Capabilities, RankContext
 from fsdp_engine.workload.models import build_model, module_arguments, parameter_names
@@ -29,7 +29,7 @@ _LEFT_OUT = ("interrupt", "restore", "freeze", "unfreeze", *CHECKPOINT_ACTIONS, 
 """DDP orders its buckets behind the first batch, and learns only once what trains."""
 
 
-class TorchDdp:
+class TorchDdp(PlainEngine):
     """`DistributedDataParallel` around the whole module."""
 
     def capabilities(self) -> Capabilities:
@@ -71,15 +71,6 @@ class TorchDdp:
         return dataclasses.replace(
             fsdp1_numerics(case), levels=(level,), units=(whole,), semantics=""
         )
-
-    def defaults(self) -> dict[str, dict[str, Scalar]]:
-        return {}
-
-    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return no_size_option(world_size, fsdp_size)
-
-    def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
-        return no_strategy_names(mesh_ndim, zero3=zero3)
 
     def build(self, case: Case, rank: RankContext) -> DdpTrainee:
         device = torch.device(rank.device)

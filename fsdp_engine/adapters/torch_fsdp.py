@@ -24,15 +24,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp1_numerics, fsdp2_numerics
-from fsdp_engine.adapters.plain_loop import PlainTrainee, ranks_run_the_same
+from fsdp_engine.adapters.plain_loop import PlainEngine, PlainTrainee, ranks_run_the_same
 from fsdp_engine.contract.actions import (
     ACTIONS,
     CHECKPOINT_ACTIONS,
     OFFLOAD_ACTIONS,
     Export,
 )
-from fsdp_engine.contract.case import Case, DtypePolicy, Scalar
-from fsdp_engine.contract.errors import UnsupportedCase
+from fsdp_engine.contract.case import Case, DtypePolicy
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import Capabilities, Losses, RankContext, TokenLoss
 from fsdp_engine.torch_private.shards import plain_name
@@ -49,7 +48,7 @@ STRATEGIES: dict[tuple[int, bool], ShardingStrategy] = {
 """FSDP1's sharding strategy by `(dimensions of the mesh, reshard after forward)`."""
 
 
-class TorchFsdp1:
+class TorchFsdp1(PlainEngine):
     """`FullyShardedDataParallel`, one instance per unit and one for the root."""
 
     def capabilities(self) -> Capabilities:
@@ -60,12 +59,6 @@ class TorchFsdp1:
 
     def numerics(self, case: Case) -> Numerics:
         return fsdp1_numerics(case)
-
-    def defaults(self) -> dict[str, dict[str, Scalar]]:
-        return {}
-
-    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return no_size_option(world_size, fsdp_size)
 
     def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
         if (mesh_ndim, zero3) not in STRATEGIES:
@@ -87,7 +80,7 @@ class TorchFsdp1:
         return Fsdp1Trainee(module, case, torch.device(rank.device))
 
 
-class TorchFsdp2:
+class TorchFsdp2(PlainEngine):
     """`fully_shard` on every unit, then on the root."""
 
     def capabilities(self) -> Capabilities:
@@ -98,12 +91,6 @@ class TorchFsdp2:
 
     def numerics(self, case: Case) -> Numerics:
         return fsdp2_numerics(case)
-
-    def defaults(self) -> dict[str, dict[str, Scalar]]:
-        return {}
-
-    def mesh_shape(self, world_size: int, fsdp_size: int) -> tuple[int, ...]:
-        return no_size_option(world_size, fsdp_size)
 
     def strategy(self, mesh_ndim: int, *, zero3: bool) -> str:
         if mesh_ndim not in (1, 2):
@@ -208,16 +195,6 @@ def refusal(strategy: str, case: Case, *, has_policy: bool = False) -> str | Non
             "gathers, so a unit is run on all ranks or on none"
         )
     return None
-
-
-def no_size_option(world_size: int, fsdp_size: int) -> tuple[int, ...]:
-    """There is no option to ask for a mesh by a size."""
-    raise UnsupportedCase(f"plain torch takes a mesh as it is, not {world_size}, {fsdp_size}")
-
-
-def no_strategy_names(mesh_ndim: int, *, zero3: bool) -> str:
-    """The names of FSDP1's strategies are not the engine's own."""
-    raise UnsupportedCase(f"the engine names no strategy for {mesh_ndim} axes, zero3 {zero3}")
 
 
 def _device_mesh(case: Case, rank: RankContext) -> DeviceMesh:

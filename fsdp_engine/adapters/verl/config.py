@@ -15,6 +15,13 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
+from fsdp_engine.adapters.field_names import (
+    DTYPES,
+    SYNC,
+    as_written,
+    engine_fields,
+    optimizer_fields,
+)
 from fsdp_engine.contract.batch import Static
 from fsdp_engine.contract.case import Case, Scalar
 from fsdp_engine.contract.errors import ConfigError
@@ -22,12 +29,6 @@ from fsdp_engine.contract.errors import ConfigError
 Fields = dict[str, Any]
 
 PRECISION = "mixed_precision"
-SYNC = "use_no_sync_for_gradient_accumulation"
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-STRATEGIES = {"fsdp1": "fsdp", "fsdp2": "fsdp2"}
-NUMBERS = {".nan": float("nan"), ".inf": float("inf"), "-.inf": -float("inf")}
-"""A case file has no other way to write them."""
-
 _FOLDER = Path(verl.__file__).parent / "trainer/config"
 _YAML = {"engine": _FOLDER / "engine/fsdp.yaml", "optim": _FOLDER / "optim/fsdp.yaml"}
 _OBJECTS = {"engine": FSDPEngineConfig, "optim": FSDPOptimizerConfig}
@@ -74,7 +75,7 @@ def engine_and_optimizer(case: Case) -> tuple[Any, Any]:
     entry = "yaml" if case.engine.config_source == "yaml" else "dataclass"
     sections = _sections(entry)
     sections["engine"] |= _engine_fields(case)
-    sections["optim"] |= _optimizer_fields(case)
+    sections["optim"] |= optimizer_fields(case)
     for name, value in case.engine.overrides:
         _override(sections, name, value)
     optimizer = _built(FSDPOptimizerConfig, sections["optim"])
@@ -118,14 +119,7 @@ def fsdp_size(case: Case) -> int | None:
 
 def _engine_fields(case: Case) -> Fields:
     options, dtypes = case.engine, case.dtypes
-    fields: Fields = {
-        "strategy": STRATEGIES[options.strategy],
-        "reshard_after_forward": options.reshard_after_forward,
-        SYNC: options.deferred,
-        "param_offload": options.param_offload,
-        "optimizer_offload": options.optimizer_offload,
-        "offload_policy": options.offload_policy,
-        "model_dtype": DTYPES[dtypes.storage],
+    fields: Fields = engine_fields(case) | {
         "mixed_precision": {
             "param_dtype": DTYPES[dtypes.compute],
             "reduce_dtype": DTYPES[dtypes.reduce],
@@ -139,24 +133,6 @@ def _engine_fields(case: Case) -> Fields:
             fields |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": sequences // group}
         case budget:
             fields |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": budget.max_tokens}
-    return fields
-
-
-def _optimizer_fields(case: Case) -> Fields:
-    options = case.optimizer
-    fields: Fields = {
-        "optimizer": {"sgd": "SGD", "adamw": "AdamW"}[options.kind],
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "clip_grad": options.clip_grad,
-        "lr_warmup_steps": options.warmup_steps,
-        "lr_scheduler_type": options.schedule,
-    }
-    if options.schedule == "cosine":
-        fields |= {
-            "total_training_steps": options.total_steps,
-            "min_lr_ratio": options.min_lr_ratio,
-        }
     return fields
 
 
@@ -197,9 +173,7 @@ def _override(sections: dict[str, Fields], name: str, value: Scalar) -> None:
     head, *rest = name.split(".")
     in_optim = head in _fields_of(FSDPOptimizerConfig)
     section = sections["optim" if in_optim else "engine"]
-    if isinstance(value, str):
-        value = NUMBERS.get(value, value)
-    section[head] = _replaced(section.get(head), rest, value)
+    section[head] = _replaced(section.get(head), rest, as_written(value))
 
 
 def _replaced(old: Any, path: list[str], value: Scalar) -> Any:

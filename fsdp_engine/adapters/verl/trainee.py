@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from verl.utils.fsdp_utils import merged_lora_context
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from fsdp_engine.adapters.plain_loop import STATE_SLOTS
 from fsdp_engine.adapters.verl.batches import KEPT, Loss, padded, tensor_dict
 from fsdp_engine.adapters.verl.models import fill_adapter
 from fsdp_engine.contract.actions import Export
@@ -83,8 +84,8 @@ class VerlTrainee:
         return parameter_shards(self.module)
 
     def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
-        slots = {"sgd": (), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-        return state_shards(self.module, self.engine.optimizer, slots[self.case.optimizer.kind])
+        slots = STATE_SLOTS[self.case.optimizer.kind]
+        return state_shards(self.module, self.engine.optimizer, slots)
 
     def metrics(self) -> dict[str, float]:
         """The losses that verl returns of its micro-batches, averaged as its workers do."""
