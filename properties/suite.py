@@ -208,8 +208,12 @@ def _told_briefly(error: PropertyFailure) -> PropertyFailure:
 
     Of its notes only the one with the blob stays; the command is the last line.
     """
-    message, _, command = str(error).rpartition("\n")
     blobs = [note.strip() for note in getattr(error, "__notes__", []) if "@reproduce" in note]
+    return _with_blobs(error, blobs)
+
+
+def _with_blobs(error: PropertyFailure, blobs: list[str]) -> PropertyFailure:
+    message, _, command = str(error).rpartition("\n")
     return type(error)("\n".join([message, *blobs, command]))
 
 
@@ -218,9 +222,9 @@ def _settled(judge: Judge, failure: PropertyFailure) -> PropertyFailure:
     settled = judge.settled(failure)
     if settled is failure:
         return failure
-    blobs = [line for line in str(failure).splitlines() if "@reproduce" in line]
-    message, _, command = str(settled).rpartition("\n")
-    return type(failure)("\n".join([message, *blobs, command]))
+    return _with_blobs(
+        settled, [line for line in str(failure).splitlines() if "@reproduce" in line]
+    )
 
 
 def _skip_if_refused(judge: Judge) -> None:

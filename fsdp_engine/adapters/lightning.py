@@ -22,22 +22,21 @@ from lightning_fabric.plugins.environments import LightningEnvironment
 from lightning_fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.adapters.numerics import fsdp2_numerics
 from fsdp_engine.adapters.plain_loop import PlainEngine, optimizer_of
 from fsdp_engine.adapters.torch_fsdp import (
     Fsdp2Trainee,
-    fsdp2_policy,
     refusal,
+    shard_units,
 )
 from fsdp_engine.contract.actions import ACTIONS, OFFLOAD_ACTIONS
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.contract.protocol import Capabilities, RankContext
-from fsdp_engine.workload.models import build_model, module_arguments, unit_names
+from fsdp_engine.workload.models import build_model, module_arguments
 
 
 class Lightning(PlainEngine):
@@ -70,7 +69,8 @@ class Lightning(PlainEngine):
             raise UnsupportedCase(f"Fabric knows no device {rank.device}")
 
         def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            return _sharded(module, mesh["data_parallel"], case)
+            shard_units(module, case, mesh=mesh["data_parallel"])
+            return module
 
         fabric = Fabric(
             accelerator="cpu",
@@ -152,16 +152,6 @@ class _Ranks(LightningEnvironment):
 
     def local_rank(self) -> int:
         return self._rank
-
-
-def _sharded(module: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": fsdp2_policy(case.dtypes)}
-    reshard = case.engine.reshard_after_forward
-    for name in unit_names(case):
-        fully_shard(module.get_submodule(name), reshard_after_forward=reshard, **options)
-    # None: the root's backward follows its forward at once, so torch keeps it gathered.
-    fully_shard(module, reshard_after_forward=None if reshard else False, **options)
-    return module
 
 
 def _saved(path: str) -> Iterator[tuple[int, Path]]:

@@ -99,19 +99,21 @@ class TorchFsdp2(PlainEngine):
 
     def build(self, case: Case, rank: RankContext) -> Fsdp2Trainee:
         model = build_model(case)
-        options: dict[str, Any] = {
-            "mesh": _device_mesh(case, rank),
-            "reshard_after_forward": case.engine.reshard_after_forward,
-            "mp_policy": fsdp2_policy(case.dtypes),
-        }
+        options: dict[str, Any] = {"mesh": _device_mesh(case, rank)}
         if case.engine.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=rank.device != "cpu")
-        for name in unit_names(case):
-            fully_shard(model.get_submodule(name), **options)
-        # None: the root's backward follows its forward at once, so torch keeps it gathered.
-        options["reshard_after_forward"] = None if case.engine.reshard_after_forward else False
-        fully_shard(model, **options)
+        shard_units(model, case, **options)
         return Fsdp2Trainee(model, case, torch.device(rank.device))
+
+
+def shard_units(model: nn.Module, case: Case, **options: Any) -> None:
+    """`fully_shard` on every unit of the case, then on the root; `options` go to all."""
+    options["mp_policy"] = fsdp2_policy(case.dtypes)
+    reshard = case.engine.reshard_after_forward
+    for name in unit_names(case):
+        fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
+    # None: the root's backward follows its forward at once, so torch keeps it gathered.
+    fully_shard(model, reshard_after_forward=None if reshard else False, **options)
 
 
 class Fsdp1Trainee(PlainTrainee):

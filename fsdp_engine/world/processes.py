@@ -110,7 +110,9 @@ class Zygote:
         """The pid of a rank that was forked with these two sockets, which are closed here."""
         with commands, life:
             try:
-                socket.send_fds(self.control, [_line(request)], [commands.fileno(), life.fileno()])
+                socket.send_fds(
+                    self.control, [message_line(request)], [commands.fileno(), life.fileno()]
+                )
                 return self._await("forked", timeout_s=START_TIMEOUT_S)
             except (OSError, WorldError) as error:
                 self.gone = True
@@ -142,7 +144,7 @@ class Zygote:
         if not alive:
             return
         with contextlib.suppress(OSError):
-            self.control.sendall(_line({"end": alive}))
+            self.control.sendall(message_line({"end": alive}))
         for pid in alive:
             self.exit_code(pid, timeout_s=5.0)
 
@@ -310,5 +312,6 @@ def _interface() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": _LOOPBACK} if local else {}
 
 
-def _line(request: object) -> bytes:
+def message_line(request: object) -> bytes:
+    """A message to another process of ours: JSON, ended by a new line."""
     return json.dumps(request).encode() + b"\n"

@@ -38,6 +38,7 @@ from fsdp_engine.world.processes import (
     Zygote,
     die_with_parent,
     interrupt,
+    message_line,
     start,
 )
 
@@ -67,7 +68,7 @@ class _Place:
         """What it answers. Raises `WorldError` where it is gone or does not answer in time."""
         try:
             self.stream.settimeout(timeout_s)
-            self.stream.sendall(_line(request))
+            self.stream.sendall(message_line(request))
             message, self._pending = _read_line(self.stream, self._pending)
         except (OSError, EOFError) as error:
             self.stream.close()
@@ -250,7 +251,7 @@ def serve_place(device: str) -> None:
                 answer = {"answer": place.answer(request)}
             except (WorldError, OSError) as error:
                 answer = {"error": str(error)}
-            control.sendall(_line(answer))
+            control.sendall(message_line(answer))
     except (EOFError, OSError):
         return
     finally:
@@ -306,7 +307,7 @@ def _own_address() -> str:
 def _connect(host: str, port: int, secret: str, hello: dict[str, Any]) -> socket.socket:
     stream = socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S)
     _notice_loss(stream)
-    stream.sendall(_line(hello | {"secret": secret}))
+    stream.sendall(message_line(hello | {"secret": secret}))
     stream.settimeout(None)
     return stream
 
@@ -337,10 +338,6 @@ def _notice_loss(stream: socket.socket) -> None:
         if option is not None:
             seconds = value if name == "TCP_KEEPCNT" else value * _KEEPALIVE_S
             stream.setsockopt(socket.IPPROTO_TCP, option, seconds)
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 def _read_line(
