@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -263,9 +263,13 @@ def spread(items: Iterable[T], *, count: int) -> tuple[T, ...]:
     return tuple(chosen[index * len(chosen) // count] for index in range(count))
 
 
-def varied(rows: Iterable[Axes], *, count: int) -> tuple[Axes, ...]:
-    """At most `count` of the rows: each next one has the most values, then pairs, not yet seen."""
-    left = [(row, set(row.items()), row.combinations(2)) for row in rows]
+def varied(rows: Sequence[Axes], *, count: int, start: int = 0) -> tuple[Axes, ...]:
+    """At most `count` of the rows: each next one has the most values, then pairs, not yet seen.
+
+    Among equals the first from `start` on is taken, so another start gives another choice.
+    """
+    turn = start % max(len(rows), 1)
+    left = [(row, set(row.items()), row.combinations(2)) for row in (*rows[turn:], *rows[:turn])]
     chosen: list[Axes] = []
     values: set[tuple[str, str]] = set()
     pairs: set[Combination] = set()

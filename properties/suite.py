@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Protocol, TypeAlias, cast
 
 import hypothesis
 import pytest
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
@@ -73,7 +76,8 @@ class _Rows:
     main: bool
     given: bool
     on_device: bool
-    one_in: int
+    times: float
+    start: int
 
     def items(
         self,
@@ -83,12 +87,12 @@ class _Rows:
         lacks: Collection[Mapping[str, str]] = (),
     ) -> tuple[Axes, ...]:
         array = covering_array(strength=profile.strength, max_world_size=profile.max_world_size)
-        count = profile.main_rows if self.main else -(-profile.rows // self.one_in)
+        count = profile.main_rows if self.main else math.ceil(profile.rows * self.times)
         rows = [row for row in array if not strategies or row.strategy in strategies]
         rows = list(filter(self.where, within(rows, lacks)))
         if profile.small_first and not self.main:
             rows = list(filter(is_small, rows)) or rows
-        return varied(rows, count=count)
+        return varied(rows, count=count, start=self.start)
 
     def takes(self, case: Case) -> bool:
         row = axes_of(case)
@@ -122,12 +126,12 @@ def over_rows(
     main: bool = False,
     given: bool = True,
     on_device: bool = False,
-    one_in: int = 1,
+    times: float = 1.0,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
-    `main` takes as many rows as the profile allows a suite at all, `one_in` so many times fewer
-    than it allows others. With `given` False the suite takes no cases given by the user: another
+    `main` takes as many rows as the profile allows a suite at all, `times` so many times what it
+    allows others. With `given` False the suite takes no cases given by the user: another
     one of the same property does. `on_device` is for what the host alone cannot show.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
@@ -140,7 +144,15 @@ def over_rows(
             else:
                 _search(test, draw(row), judge, search)
 
-        rows = _Rows(where=where, main=main, given=given, on_device=on_device, one_in=one_in)
+        rows = _Rows(
+            where=where,
+            main=main,
+            given=given,
+            on_device=on_device,
+            times=times,
+            # Every suite has rows of its own, so that together they see more than each alone.
+            start=zlib.crc32(f"{test.__module__}.{test.__qualname__}".encode()),
+        )
         return _as_suite(test, run, rows)
 
     return decorate
@@ -188,7 +200,7 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
     with_settings = settings_of(search.profile, root=search.root, key=search.key)
     # The settings last: a seed takes the database away, which is to be kept.
-    searched = with_settings(seeded(hypothesis.given(case=cases)(test)))
+    searched = with_settings(seeded(hypothesis.given(case=_drawn(cases))(test)))
     failure: PropertyFailure | None = None
     with warnings.catch_warnings():
         # Hypothesis prints the arguments of a failure; its message has the case already.
@@ -201,6 +213,15 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
             failure = _told_briefly(error)
     if failure is not None:
         raise failure
+
+
+def _drawn(cases: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, and none without luck.
+
+    Hypothesis begins every search with the simplest example. In a search of few examples that
+    would be a large part of them, and the same one in every session.
+    """
+    return st.booleans().filter(bool).flatmap(lambda _: cases)
 
 
 def _told_briefly(error: PropertyFailure) -> PropertyFailure:

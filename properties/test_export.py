@@ -15,7 +15,7 @@ def test_match_oracle(case: Case, judge: Judge) -> None:
     judge(export.match_oracle, case)
 
 
-@over_rows(adapted_cases, where=can_have_adapter, given=False, one_in=2)
+@over_rows(adapted_cases, where=can_have_adapter, given=False, times=1 / 2)
 def test_adapted_match_oracle(case: Case, judge: Judge) -> None:
     judge(export.match_oracle, case)
 
@@ -30,6 +30,6 @@ def test_changes_nothing(case: Case, judge: Judge) -> None:
     judge(export.changes_nothing, case)
 
 
-@over_rows(adapted_cases, where=can_have_adapter, given=False, one_in=3)
+@over_rows(adapted_cases, where=can_have_adapter, given=False, times=1 / 3)
 def test_adapted_changes_nothing(case: Case, judge: Judge) -> None:
     judge(export.changes_nothing, case)

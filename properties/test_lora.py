@@ -10,11 +10,11 @@ from properties.strategies.regions import can_have_adapter
 from properties.suite import over_rows
 
 
-@over_rows(syncing_cases, where=can_have_adapter, one_in=2)
+@over_rows(syncing_cases, where=can_have_adapter)
 def test_two_phase_equals_merged(case: Case, judge: Judge) -> None:
     judge(lora.two_phase_equals_merged, case)
 
 
-@over_rows(switching_cases, where=can_have_adapter, one_in=2)
+@over_rows(switching_cases, where=can_have_adapter, times=1 / 2)
 def test_switch_matches_oracle(case: Case, judge: Judge) -> None:
     judge(lora.switch_matches_oracle, case)

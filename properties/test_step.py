@@ -10,7 +10,7 @@ from properties.strategies.regions import many_ranks, two_ranks
 from properties.suite import over_rows
 
 
-@over_rows(stepping_cases)
+@over_rows(stepping_cases, times=2)
 def test_norm_and_clip(case: Case, judge: Judge) -> None:
     judge(step.norm_and_clip, case)
 

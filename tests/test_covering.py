@@ -109,12 +109,16 @@ def test_spread_keeps_the_order_and_the_ends_apart() -> None:
     assert spread(range(2), count=3) == (0, 1)
 
 
-def test_a_few_varied_rows_have_every_value() -> None:
+def test_a_few_varied_rows_have_every_value_from_any_start() -> None:
     array = covering_array(strength=2, max_world_size=4)
-    chosen = varied(array, count=PROFILES["default"].rows)
-    for name, values in factors(max_world_size=4).items():
-        assert {getattr(row, name) for row in chosen} == set(values)
-    assert varied(array[:2], count=5) == array[:2]
+    count = PROFILES["default"].rows
+    choices = [varied(array, count=count, start=start) for start in range(0, len(array), 7)]
+    for chosen in choices:
+        for name, values in factors(max_world_size=4).items():
+            assert {getattr(row, name) for row in chosen} == set(values)
+    assert len(set(choices)) == len(choices)
+    assert varied(array[:2], count=5, start=3) == (array[1], array[0])
+    assert varied((), count=5, start=3) == ()
 
 
 def test_engine_options_are_combined_evenly() -> None:

@@ -257,7 +257,16 @@ def _one_of(fixed: tuple[Program, ...]) -> Programs:
 
 
 def _exporting(setting: Setting) -> SearchStrategy[Program]:
-    return st.one_of(st.sampled_from(_EXPORTING), programs.exporting(setting))
+    fixed = st.sampled_from(_EXPORTING).map(lambda program: _unfused(program, setting))
+    return st.one_of(fixed, programs.exporting(setting))
+
+
+def _unfused(program: Program, setting: Setting) -> Program:
+    """With packed experts taken apart, where the model has some."""
+    return tuple(
+        replace(action, unfuse=setting.fuses) if isinstance(action, Export) else action
+        for action in program
+    )
 
 
 def _sources(row: Axes) -> SearchStrategy[ConfigSource]:
@@ -278,7 +287,8 @@ def _optimizer(
     """
     if not any(map(asks_for_step, program)):
         return Optimizer()
-    cosine = draw(st.booleans(), label="cosine schedule")
+    # Whoever forgets a rate is seen where the next one is another.
+    cosine = draw(st.sampled_from((False, *[True] * (1 + 2 * adaptive))), label="cosine schedule")
     kinds: tuple[Literal["sgd", "adamw"], ...] = ("sgd", "adamw")
     return Optimizer(
         kind=draw(st.sampled_from(kinds[decaying or adaptive :]), label="optimizer"),

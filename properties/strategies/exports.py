@@ -55,7 +55,7 @@ def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
         *actions,
         Export(weights="adapter", layered=is_odd),
         Export(weights="merged", drain="raise" if is_odd else "close", after=1),
-        Export(weights="merged"),
+        Export(weights="merged", unfuse=setting.fuses),
     ]
 
 

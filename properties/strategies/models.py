@@ -22,6 +22,7 @@ SIZES = (4, 2, 3, 1, 5, 6, 7, 8, 9)
 _EXACT_SIZES = (4, 2, 3, 1)
 _UNITS = (1, 2, 3)
 _TARGETS: tuple[LoraTargets, ...] = get_args(LoraTargets)
+_TARGETS_OF_PAIR: tuple[LoraTargets, ...] = ("root", "all")
 _OPTIONAL: dict[str, tuple[OptionalPart, ...]] = {
     "optional_parameter": ("parameter", "either"),
     "optional_unit": ("unit",),
@@ -62,6 +63,8 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
     if kind in _OPTIONAL:
         optional = draw(st.sampled_from(_OPTIONAL[kind]), label="optional")
     mixes = kind == "frozen" or kind in _OPTIONAL
+    # Beside adapters on the units alone a tied pair would be like any other two weights.
+    targets = _TARGETS_OF_PAIR if kind == "tied" else _TARGETS
     return Model(
         family=family,
         units=draw(st.sampled_from(_UNITS[:2] if exact else _UNITS), label="units"),
@@ -75,5 +78,5 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
         optional=optional,
         lora_rank=draw(st.sampled_from((2, 1, 4)), label="lora_rank") if lora else 0,
         lora_alpha=draw(st.sampled_from((2, 1, 3, 8, 0)), label="lora_alpha") if lora else 2,
-        lora_targets=draw(st.sampled_from(_TARGETS), label="lora_targets") if lora else "units",
+        lora_targets=draw(st.sampled_from(targets), label="lora_targets") if lora else "units",
     )

@@ -23,6 +23,7 @@ _FLAGS: tuple[tuple[bool, bool, bool], ...] = (
     (True, False, False),
     (True, True, False),
     (False, True, False),
+    (True, True, False),
     (False, False, False),
 )
 _POLICY = (False, False, True)
@@ -72,7 +73,7 @@ _moves: SearchStrategy[Move] = st.builds(
 
 def residing_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with offload and every kind of action that uses what rests on the host."""
-    kinds = (inferring_cases, interrupted_cases, exporting_cases, resuming_cases)
+    kinds = (inferring_cases, interrupted_cases, exporting_cases, resuming_cases, resuming_cases)
     return st.one_of([offloaded(cases)(row) for cases in kinds])
 
 
