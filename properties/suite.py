@@ -200,7 +200,7 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
     with_settings = settings_of(search.profile, root=search.root, key=search.key)
     # The settings last: a seed takes the database away, which is to be kept.
-    searched = with_settings(seeded(hypothesis.given(case=_drawn(cases))(test)))
+    searched = with_settings(seeded(hypothesis.given(case=drawn(cases))(test)))
     failure: PropertyFailure | None = None
     with warnings.catch_warnings():
         # Hypothesis prints the arguments of a failure; its message has the case already.
@@ -215,7 +215,7 @@ def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: 
         raise failure
 
 
-def _drawn(cases: SearchStrategy[Case]) -> SearchStrategy[Case]:
+def drawn(cases: SearchStrategy[Case]) -> SearchStrategy[Case]:
     """The same cases, and none without luck.
 
     Hypothesis begins every search with the simplest example. In a search of few examples that

@@ -25,6 +25,6 @@ def test_replicas_agree(case: Case, judge: Judge) -> None:
     judge(gradients.replicas_agree, case)
 
 
-@over_rows(exact_cases, where=can_be_exact)
+@over_rows(exact_cases, where=can_be_exact, times=2)
 def test_match_truth_bitwise(case: Case, judge: Judge) -> None:
     judge(exact.match_truth_bitwise, case)

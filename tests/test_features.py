@@ -22,6 +22,7 @@ from oracles.sharding import unit_layouts
 from properties.covering import covering_array
 from properties.profiles import PROFILES
 from properties.strategies.cases import cases, stepping_cases
+from properties.suite import drawn as suites_draw
 
 Feature: TypeAlias = Callable[[Case], bool]
 
@@ -36,7 +37,7 @@ def sample() -> tuple[Case, ...]:
     drawn: list[Case] = []
     rows = covering_array(strength=PROFILE.strength, max_world_size=PROFILE.max_world_size)
     for number, row in enumerate(rows):
-        for strategy in (cases(row), stepping_cases(row)):
+        for strategy in (suites_draw(cases(row)), suites_draw(stepping_cases(row))):
             search = given(case=strategy)(lambda case: drawn.append(case))
             hypothesis.seed(number)(SETTINGS(search))()
     return tuple(drawn)

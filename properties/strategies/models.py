@@ -22,7 +22,7 @@ SIZES = (4, 2, 3, 1, 5, 6, 7, 8, 9)
 _EXACT_SIZES = (4, 2, 3, 1)
 _UNITS = (1, 2, 3)
 _TARGETS: tuple[LoraTargets, ...] = get_args(LoraTargets)
-_TARGETS_OF_PAIR: tuple[LoraTargets, ...] = ("root", "all")
+_TARGETS_OF_PAIR: tuple[LoraTargets, ...] = ("units", "root", "all", "root", "all")
 _OPTIONAL: dict[str, tuple[OptionalPart, ...]] = {
     "optional_parameter": ("parameter", "either"),
     "optional_unit": ("unit",),
@@ -63,7 +63,7 @@ def _models(draw: DrawFn, *, family: Family, kind: str, lora: bool, exact: bool)
     if kind in _OPTIONAL:
         optional = draw(st.sampled_from(_OPTIONAL[kind]), label="optional")
     mixes = kind == "frozen" or kind in _OPTIONAL
-    # Beside adapters on the units alone a tied pair would be like any other two weights.
+    # Beside adapters on the units alone a tied pair is like any other two weights.
     targets = _TARGETS_OF_PAIR if kind == "tied" else _TARGETS
     return Model(
         family=family,
