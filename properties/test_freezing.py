@@ -10,7 +10,7 @@ from properties.strategies.regions import many_ranks, plain_on_many_ranks, somet
 from properties.suite import over_rows
 
 
-@over_rows(freezing_cases, where=plain_on_many_ranks)
+@over_rows(freezing_cases, where=plain_on_many_ranks, times=1.5)
 def test_frozen_match_oracle(case: Case, judge: Judge) -> None:
     judge(freezing.frozen_match_oracle, case)
 
