@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import CaseError, WorldError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
+from fsdp_engine.world.device import num_gpus
 from properties import profiles, progress
 from properties.budget import in_order
 from properties.covering import Axes
@@ -35,6 +37,8 @@ from properties.session import (
     Session,
 )
 from properties.suite import Search, Suite
+
+WORKERS_PER_GPU = 4
 
 _TALLIES = pytest.StashKey[dict[str, Any]]()
 
@@ -126,9 +130,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker per core: four fifths of the time are the oracles, in the worker itself."""
-    return max(1, os.cpu_count() or 1)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core: four fifths of the time are the oracles, in the worker itself.
+
+    With GPUs a few on each: a worker and its ranks hold half a gigabyte of it apiece.
+    """
+    most = WORKERS_PER_GPU * num_gpus() if config.getoption("--device") == "cuda" else math.inf
+    return max(1, int(min(os.cpu_count() or 1, most)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -137,8 +145,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     suite: Suite = marker.args[0]
     session = metafunc.config.stash[SESSION]
-    if suite.on_device and session.device == DEVICES[0]:
-        needs = pytest.mark.skip(reason="not applicable: it shows on a device alone (--device sim)")
+    if suite.on_device and session.device not in suite.on_device:
+        where = " and ".join(f"--device {name}" for name in suite.on_device)
+        needs = pytest.mark.skip(reason=f"not applicable: it shows on {where} alone")
         metafunc.parametrize("row", [pytest.param(None, id="no-device", marks=needs)])
         return
     items: Sequence[Axes | Case]

@@ -28,7 +28,7 @@ PropertyVerdict: TypeAlias = Literal[
     "pass", "fail", "inconclusive", "not_applicable", "known_issue"
 ]
 
-_COUNTERS = ("not_applicable", "known_issue", "fixed", "worlds")
+_COUNTERS = ("not_applicable", "known_issue", "fixed", "worlds", "notes")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,8 @@ class Tally:
     `refused_by_engine` counts those of `not_applicable` that the engine declined, the others are
     what the check itself has nothing to say about. `known_issue` counts failed cases by the issue
     that explains them, `fixed` those of `failed` that passed where an issue must show. `rows` are
-    the main axes of the judged cases. `failures` has the smallest case of each search that ended
+    the main axes of the judged cases, `notes` counts under which conditions they were judged.
+    `failures` has the smallest case of each search that ended
     in a failure or without a verdict, as `properties.failure` writes it down.
     """
 
@@ -56,6 +57,7 @@ class Tally:
     seconds: float = 0.0
     case_ids: list[str] = field(default_factory=list)
     rows: set[tuple[str, ...]] = field(default_factory=set)
+    notes: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def refuse(self, reason: str, *, by_engine: bool) -> None:
@@ -79,6 +81,7 @@ class Tally:
             self.failed += 1
         self.worlds[str(case.mesh.world_size)] += 1
         self.case_ids.append(case_id(case))
+        self.notes.update(verdict.notes)
         row = axes_of(case)
         if row is not None:
             self.rows.add(tuple(value for _, value in row.items()))
@@ -98,6 +101,7 @@ class Tally:
         self.seconds += other.seconds
         self.case_ids += other.case_ids
         self.rows |= other.rows
+        self.notes += other.notes
         self.failures += other.failures
         self._add_margin(other.worst_margin, other.margin_kind)
 
@@ -220,7 +224,21 @@ class Report:
         covered, feasible = self.pairs()
         probed = self.probe_lines() if self.unreplayable else []
         counted = [*lines, f"pairs {covered}/{feasible}"]
-        return [*counted, *probed, *self.known_issue_lines(), *self.unsatisfiable()]
+        return [
+            *counted,
+            *probed,
+            *self.note_lines(),
+            *self.known_issue_lines(),
+            *self.unsatisfiable(),
+        ]
+
+    def note_lines(self) -> list[str]:
+        """One line for every condition under which cases were judged, with how many."""
+        return [
+            f"{name}: in {count} of {tally.judged} cases {note}"
+            for name, tally in sorted(self.tallies.items())
+            for note, count in sorted(tally.notes.items())
+        ]
 
     def known_issue_lines(self) -> list[str]:
         """One line for every known issue that was met, or that no longer shows."""
@@ -250,7 +268,8 @@ class Report:
     def probe_lines(self) -> list[str]:
         """What the probe at the start of the session found."""
         if not self.unreplayable:
-            return ["probe: replayed gradients are bit-equal on this machine"]
+            found = "within their bound" if self.device == "cuda" else "bit-equal"
+            return [f"probe: replayed gradients are {found} on this machine"]
         return [
             f"probe: replay is not bit-equal in {dtype}, nothing is judged by it there ({found})"
             for dtype, found in sorted(self.unreplayable.items())
@@ -281,6 +300,7 @@ def _property(name: str, tally: Tally) -> dict[str, Any]:
         "margin_kind": tally.margin_kind,
         "seconds": round(tally.seconds, 3),
         "case_ids": sorted(set(tally.case_ids)),
+        "notes": dict(sorted(tally.notes.items())),
         "failures": tally.failures,
     }
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.protocol import DeviceName
 from properties.budget import OutOfTime
 from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
@@ -45,11 +46,11 @@ class Search:
 class Suite(Protocol):
     """What a suite is run over, one test each: rows to draw cases in, or cases of a table.
 
-    `on_device`: it judges what shows on a device alone.
+    `on_device`: it judges what shows on these devices alone; empty where it shows on all.
     """
 
     @property
-    def on_device(self) -> bool: ...
+    def on_device(self) -> tuple[DeviceName, ...]: ...
 
     def items(
         self,
@@ -72,7 +73,7 @@ class _Rows:
     where: RowFilter
     main: bool
     given: bool
-    on_device: bool
+    on_device: tuple[DeviceName, ...]
     one_in: int
 
     def items(
@@ -100,7 +101,7 @@ class _Rows:
 class _Table:
     cases: Callable[[], tuple[Case, ...]]
     overrides: bool
-    on_device: bool = False
+    on_device: tuple[DeviceName, ...] = ()
 
     def items(
         self,
@@ -121,14 +122,14 @@ def over_rows(
     where: RowFilter = lambda _: True,
     main: bool = False,
     given: bool = True,
-    on_device: bool = False,
+    on_device: tuple[DeviceName, ...] = (),
     one_in: int = 1,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
     `main` takes as many rows as the profile allows a suite at all, `one_in` so many times fewer
     than it allows others. With `given` False the suite takes no cases given by the user: another
-    one of the same property does. `on_device` is for what the host alone cannot show.
+    one of the same property does. `on_device` is for what shows on these alone.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
 

@@ -24,7 +24,7 @@ FIELDS = [
 PROPERTY_FIELDS = [
     "id", "drawn", "judged", "not_applicable", "inconclusive", "known_issue", "fixed", "failed",
     "cases_per_world_size", "verdict", "worst_margin", "margin_kind", "seconds", "case_ids",
-    "failures",
+    "notes", "failures",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp_engine.contract.errors import AcceleratorError, WorldError
+from fsdp_engine.world.device import ENVIRONMENTS
 
 START_TIMEOUT_S = 120.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -270,16 +271,6 @@ def start(device: str) -> Zygote:
         # Without this, a script that is imported by accident would start zygotes without end.
         raise WorldError("a rank, or the process that forks ranks, may not start worlds itself")
     here, there = socket.socketpair()
-    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = os.environ | {
-        "PYTHONPATH": search_path,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        **_interface(),
-        "TORCH_GLOO_LAZY_INIT": "1",  # ranks that never talk to each other do not connect
-        INSIDE: "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     # Created with mode 0700: nobody else may connect.
     address = str(Path(tempfile.mkdtemp(prefix="fsdp-zygote-")) / "address")
     arguments = [str(there.fileno()), address, device]
@@ -287,7 +278,7 @@ def start(device: str) -> Zygote:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", *arguments],
             pass_fds=[there.fileno()],
-            env=environment,
+            env=environment(device),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -303,6 +294,21 @@ def start(device: str) -> Zygote:
         started.stop()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
     return started
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the process that forks ranks on a device is started with."""
+    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return os.environ | {
+        "PYTHONPATH": search_path,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        **_interface(),
+        "TORCH_GLOO_LAZY_INIT": "1",  # ranks that never talk to each other do not connect
+        INSIDE: "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **ENVIRONMENTS[device],
+    }
 
 
 def _interface() -> dict[str, str]:
