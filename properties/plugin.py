@@ -68,6 +68,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--report-json", type=Path, metavar="FILE", help="write the report here")
     group.addoption(
+        "--nights",
+        type=Path,
+        metavar="FILE",
+        help="add this session's margins to those of the file; a page beside the report shows all",
+    )
+    group.addoption(
+        "--database",
+        default=os.environ.get("DATABASE", ""),
+        metavar="URL",
+        help="keep failures in a Redis that several machines share, redis://... (env: DATABASE)",
+    )
+    group.addoption(
         "--cases",
         type=Path,
         metavar="FILE",
@@ -95,7 +107,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if state.is_worker or not _judges(config):
         return
     report = state.begin()
-    config.pluginmanager.register(Reporter(report, state.report_path, state.budget))
+    config.pluginmanager.register(Reporter(report, state))
     if progress.is_wanted(config):
         terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
         config.pluginmanager.register(progress.Progress(report, terminal))
@@ -174,7 +186,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         keys = in_order(
             [item.nodeid for item in items],
             seed=state.seed,
-            has_failed=lambda key: has_failed(root, key),
+            has_failed=lambda key: has_failed(root, key, url=state.database),
         )
         items.sort(key=lambda item: keys[item.nodeid])
     items += [
@@ -234,6 +246,7 @@ def search(request: pytest.FixtureRequest) -> Search:
         seed=session.seed,
         key=request.node.nodeid,
         root=request.config.rootpath,
+        database=session.database,
     )
 
 

@@ -35,12 +35,16 @@ Wrapped: TypeAlias = "Callable[[Axes | Case, Judge, Search], None]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How one test searches: its profile, its seed, and the key its failures are kept under."""
+    """How one test searches: its profile, its seed, and the key its failures are kept under.
+
+    `database` is where they are kept instead of below `root`: the address of a Redis.
+    """
 
     profile: Profile
     seed: int
     key: str
     root: Path
+    database: str = ""
 
 
 class Suite(Protocol):
@@ -187,7 +191,9 @@ def _as_suite(test: SuiteTest, run: Wrapped, suite: Suite) -> Wrapped:
 def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: Search) -> None:
     __tracebackhide__ = True
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
-    with_settings = settings_of(search.profile, root=search.root, key=search.key)
+    with_settings = settings_of(
+        search.profile, root=search.root, key=search.key, url=search.database
+    )
     # The settings last: a seed takes the database away, which is to be kept.
     searched = with_settings(seeded(hypothesis.given(case=cases)(test)))
     failure: PropertyFailure | None = None

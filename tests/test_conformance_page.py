@@ -12,8 +12,8 @@ import pytest
 
 from fsdp_engine.contract.case import Case, Mesh
 from oracles.verdict import Mismatch, failing, passing
-from properties.catalog import PROPERTIES
-from properties.conformance.__main__ import descriptions, main, read_run
+from properties.catalog import PROPERTIES, descriptions
+from properties.conformance.__main__ import main, read_run
 from properties.conformance.details import mesh_picture, timeline
 from properties.conformance.markup import MARKS, TITLES, link
 from properties.conformance.page import page
