@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,8 +27,8 @@ from oracles.exactness import exact_elements
 from oracles.reduction import emulate
 from oracles.replay import replay, replay_float64
 from oracles.rounding import allowance, gamma
+from properties import plugin, serve
 from properties import replay as replay_command
-from properties import serve
 from properties.repro import write_repro
 from properties.strategies.tables import one_case
 from tests.small_cases import exact_case, small_case
@@ -80,6 +81,16 @@ def test_ranks_take_gpus_in_turn_and_share_them_over_gloo(
     assert two_gpus.backend(3) == "cpu:gloo,cuda:gloo"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of a job on several such machines
     assert two_gpus.backend(4) == "cpu:gloo,cuda:nccl"
+
+
+def test_a_gpu_is_shared_by_a_few_workers(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.setattr(plugin, "num_gpus", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for name, workers in (("cpu", 16), ("sim", 16), ("cuda", plugin.WORKERS_PER_GPU)):
+        monkeypatch.setattr(pytestconfig.option, "device", name)
+        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
 
 
 def test_a_rank_that_cannot_have_its_gpu_says_which(
