@@ -147,22 +147,27 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report; a property whose every case the engine refused fails the session."""
+        """Write the report; a property whose every case the engine refused fails the session.
+
+        So does a budget in which no test could begin.
+        """
         if self._path is not None:
             self._report.write(self._path)
-            if self._nights is not None:
+            if self._nights is not None and self._report.tallies:
                 shown = nights.page(nights.add(self._nights, nights.night(self._report)))
                 self._path.with_suffix(".html").write_text(shown, encoding="utf-8")
-        if self._report.unsatisfiable() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if session.exitstatus == pytest.ExitCode.OK:
+            if self._report.unsatisfiable():
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            elif self._budget is not None and not self._num_run:
+                session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show the table."""
-        if not self._report.tallies:
-            return
-        terminalreporter.section(f"properties of {self._report.engine}")
-        for line in self._report.table():
-            terminalreporter.line(line)
+        if self._report.tallies:
+            terminalreporter.section(f"properties of {self._report.engine}")
+            for line in self._report.table():
+                terminalreporter.line(line)
         if self._budget is not None:
             ran = f"{self._num_run} of {self._num_collected} tests were run"
             terminalreporter.line(f"{self._budget.minutes:g} minutes: {ran}")

@@ -14,6 +14,9 @@ from typing import Any
 
 from properties.repro import PROJECT
 
+MAX_SEEN = 200
+"""Characters of a line that are shown; all of it is in the log."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -74,7 +77,7 @@ def last_line(folder: Path) -> str:
     """The last that was printed."""
     text = (folder / "log").read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing was printed"
+    return lines[-1][:MAX_SEEN] if lines else "nothing was printed"
 
 
 def judged(folder: Path) -> str:
