@@ -36,7 +36,7 @@ def main(device: str) -> int:
         told.append(f"{dtype} {_in_words(_spread(case, observation))}")
         if difference := first_difference(case, observation):
             failures.append(f"{dtype}: {difference}")
-        if first_difference(case, _spoilt(observation)) is None:
+        if first_difference(case, spoilt(observation)) is None:
             failures.append(f"{dtype}: a gradient that is wrong by a thousandth is not found")
     sys.stdout.write("; ".join(failures or told) + "\n")
     return int(bool(failures))
@@ -53,7 +53,7 @@ def _in_words(spread: float) -> str:
     return f"replays {spread:.2g} apart" if spread else "replays bit for bit"
 
 
-def _spoilt(observation: Observation) -> Observation:
+def spoilt(observation: Observation) -> Observation:
     """Rank 0's first gradient wrong in its largest element."""
     rank = observation.ranks[0]
     (record,) = rank.records

@@ -45,12 +45,13 @@ def run(step: Step, root: Path, *, seconds_left: float) -> Outcome:
         return Outcome(name=step.name, ok=False, seen="not begun: no time left", seconds=0.0)
     folder = root / step.name
     folder.mkdir(parents=True, exist_ok=True)
+    search_path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     began = time.monotonic()
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             step.command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(PROJECT), "CI": "1", **step.environment},
+            env=os.environ | {"PYTHONPATH": search_path, "CI": "1", **step.environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
