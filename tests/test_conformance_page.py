@@ -19,8 +19,9 @@ from properties.conformance.markup import MARKS, TITLES, link
 from properties.conformance.page import page
 from properties.conformance.runs import KINDS, EngineRun, from_json, kind_of, to_json
 from properties.issues.issue import KnownIssue
-from properties.report import Report, Tally
+from properties.report import Report
 from properties.strategies.tables import one_case
+from properties.tally import Tally
 
 (CASE,) = one_case()
 COLUMN = Case(batches=CASE.batches, mesh=Mesh(shape=(2, 1)))

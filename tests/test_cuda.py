@@ -21,6 +21,7 @@ from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Level
 from fsdp_engine.world import device, processes
 from fsdp_engine.world.device import Cuda, check_asleep
+from fsdp_engine.world.environment import environment
 from fsdp_engine.world.pool import WorldPool
 from oracles.evaluation import Evaluator
 from oracles.exactness import exact_elements
@@ -166,7 +167,7 @@ def test_ranks_see_gpus_only_where_they_compute_on_them(
 ) -> None:
     """The simulated device would hide a real one, and an engine on the host might prefer it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert processes.environment(name)["CUDA_VISIBLE_DEVICES"] == visible
+    assert environment(name)["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_a_process_that_has_woken_cuda_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_nothing_wakes_cuda_before_ranks_are_forked() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env=processes.environment("cuda"),
+        env=environment("cuda"),
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

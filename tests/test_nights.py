@@ -19,11 +19,12 @@ from properties import nights, shared
 from properties.covering import Axes
 from properties.judge import Judge, PropertyFailure
 from properties.profiles import PROFILES, has_failed
-from properties.report import Report, Tally
+from properties.report import Report
 from properties.repro import read_case_file
 from properties.strategies.cases import cases
 from properties.strategies.tables import one_case
 from properties.suite import Search, over_rows
+from properties.tally import Tally
 from tests.judging import WRONG, hand_on, judge_of
 
 (CASE,) = one_case()
