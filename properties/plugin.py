@@ -75,9 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--database",
-        default=os.environ.get("DATABASE", ""),
+        default=os.environ.get("EXAMPLE_DATABASE", ""),
         metavar="URL",
-        help="keep failures in a Redis that several machines share, redis://... (env: DATABASE)",
+        help="keep failures in a Redis that several machines share, redis://... (env: EXAMPLE_DATABASE)",
     )
     group.addoption(
         "--cases",
