@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--database",
         default=os.environ.get("EXAMPLE_DATABASE", ""),
         metavar="URL",
-        help="keep failures in a Redis that several machines share, redis://... (env: EXAMPLE_DATABASE)",
+        help="a Redis that several machines keep failures in, redis://... (env: EXAMPLE_DATABASE)",
     )
     group.addoption(
         "--cases",
