@@ -15,7 +15,7 @@ BASE_PYTHON ?= python3
 PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: properties conformance nightly test detection bench lint types layers check clean setup
+.PHONY: properties conformance nightly gpu-check test detection bench lint types layers check clean setup
 
 properties: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile $(PROFILE) --engine $(ENGINE) \
@@ -25,12 +25,16 @@ properties: setup
 conformance: setup
 	$(PYTHON) -m properties.conformance --profile $(PROFILE) --device $(DEVICE) $(ARGS)
 
-# So many minutes of the nightly profile; reports go to .reports/, failures are kept below
-# .hypothesis/ for the next night.
+# So many minutes of the nightly profile; reports and the page of all nights go to .reports/,
+# failures and margins are kept below .hypothesis/ for the next night.
 nightly: setup
 	$(PYTHON) -m pytest properties/ -n auto --profile nightly --engine $(ENGINE) \
 	  --device $(DEVICE) --minutes $(MINUTES) --report-json .reports/nightly.json \
-	  --junitxml .reports/nightly.xml $(ARGS)
+	  --junitxml .reports/nightly.xml --nights .hypothesis/nights.jsonl $(ARGS)
+
+# What a run on GPUs must show, as one table in at most eight minutes; 2: there is no GPU. docs/gpu.md.
+gpu-check: setup
+	$(PYTHON) -m tests.gpu_check $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest tests/ -n auto $(ARGS)

@@ -29,11 +29,18 @@ class Comparison:
 
 
 def compare_with_replay(
-    got: Float64, terms: Float64, *, allowance: Allowance, world_size: int, where: str
+    got: Float64,
+    terms: Float64,
+    *,
+    allowance: Allowance,
+    world_size: int,
+    where: str,
+    spread: float = 0.0,
 ) -> Comparison:
     """The engine's gradient against the exact mean of the replayed local ones.
 
-    `got` has the full shape, zeros where absent; `terms` is `[terms, *shape]`.
+    `got` has the full shape, zeros where absent; `terms` is `[terms, *shape]`. `spread` is by how
+    much the mean is not known where replay does not repeat itself.
     """
     strange = _non_finite(got, terms, allowance, world_size, where)
     if strange is not None:
@@ -42,12 +49,12 @@ def compare_with_replay(
     safe_got = np.where(judged, got, 0.0)
     safe_terms = np.where(judged, terms, 0.0)
     sizes = magnitude(safe_terms, world_size)
-    allowed = allowance.allowed(sizes)
+    allowed = allowance.allowed(sizes, spread)
     slack = deviation_slack(safe_got, safe_terms, world_size)
     allowed = np.where(allowed > 0.0, allowed + slack, 0.0)
     off = np.abs(deviation(safe_got, safe_terms, world_size))
     wanted = mean(safe_terms, world_size)
-    if len(terms) == world_size == 1:
+    if len(terms) == world_size == 1 and not spread:
         off = np.where(np.signbit(safe_got) != np.signbit(safe_terms[0]), np.inf, off)
         allowed = allowance.allowed(sizes)
     return _judge(safe_got, wanted, off, allowed, where)

@@ -22,6 +22,14 @@ from fsdp_engine.workload.batches import MicroBatch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import TORCH_DTYPES, build_model, module_arguments, unit_names
 
+HOST = torch.device("cpu")
+
+_BALLAST = 3 * 512
+"""Bytes that are held meanwhile, so that activations are not where they were."""
+
+_ALIGNMENT = 16
+"""Bytes that a flat parameter's parts are aligned to; memory of its own has 512 on a GPU."""
+
 Weights: TypeAlias = Mapping[str, Tensor]
 Total: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
 """`([sequences, tokens] losses, micro-batch) -> scalar` to differentiate."""
@@ -32,7 +40,8 @@ class Arithmetic:
     """How to evaluate: dtype of parameters, of floating buffers (None: left alone), input casts.
 
     `throughout`: also what the model itself casts to float32 is float64. `autocast`: the dtype of
-    an autocast around forward and loss.
+    an autocast around forward and loss. `device`: where, None for the host; what comes back is on
+    the host. `elsewhere`: with the same values at other addresses.
     """
 
     compute: Dtype
@@ -40,6 +49,8 @@ class Arithmetic:
     input_cast: bool
     throughout: bool = False
     autocast: Dtype | None = None
+    device: str | None = None
+    elsewhere: bool = False
 
     @staticmethod
     def of(numerics: Numerics) -> Arithmetic:
@@ -49,6 +60,7 @@ class Arithmetic:
             buffers=numerics.buffers,
             input_cast=numerics.input_cast,
             autocast=numerics.autocast,
+            device=numerics.device,
         )
 
 
@@ -91,6 +103,26 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
+def _placed(weights: Weights, dtype: torch.dtype, place: torch.device) -> dict[str, Tensor]:
+    """Copies, each in memory of its own."""
+    return {name: weight.detach().to(place, dtype, copy=True) for name, weight in weights.items()}
+
+
+def _packed(weights: Weights, dtype: torch.dtype, place: torch.device) -> dict[str, Tensor]:
+    """Copies in one piece of memory, in reverse order: each at another address and alignment."""
+    step = _ALIGNMENT // dtype.itemsize
+    starts, end = {}, step
+    for name in reversed([*weights]):
+        starts[name] = end
+        end += -(-weights[name].numel() // step) * step
+    flat = torch.zeros(end, dtype=dtype, device=place)
+    packed = {}
+    for name, weight in weights.items():
+        view = flat[starts[name] : starts[name] + weight.numel()].view(weight.shape)
+        packed[name] = view.copy_(weight.detach())
+    return packed
+
+
 class Evaluator:
     """A case's model, built once; every call starts from the weights it is given."""
 
@@ -106,6 +138,8 @@ class Evaluator:
         }
         self._cast_to: torch.dtype | None = None
         self._autocast: Dtype | None = None
+        self._place = HOST
+        self._ballast: Tensor | None = None
         units = [self._module.get_submodule(name) for name in unit_names(case)]
         for unit in (self._module, *units):
             unit.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -134,10 +168,15 @@ class Evaluator:
     def loaded(self, weights: Weights, arithmetic: Arithmetic) -> Iterator[None]:
         """Evaluate inside with these weights, in storage dtype, under this arithmetic."""
         compute = TORCH_DTYPES[arithmetic.compute]
-        for name, parameter in self._parameters.items():
-            parameter.data = weights[name].detach().clone().to(compute)
+        self._place = HOST if arithmetic.device is None else torch.device(arithmetic.device)
+        placing = _packed if arithmetic.elsewhere else _placed
+        if arithmetic.elsewhere:
+            self._ballast = torch.empty(_BALLAST, dtype=torch.uint8, device=self._place)
+        own = {name: weights[name] for name in self._parameters}
+        for name, value in placing(own, compute, self._place).items():
+            self._parameters[name].data = value
         for name, buffer in self._buffers.items():
-            kept = self._kept_buffers[name].clone()
+            kept = self._kept_buffers[name].to(self._place, copy=True)
             casts = arithmetic.buffers is not None and kept.is_floating_point()
             buffer.data = kept.to(TORCH_DTYPES[arithmetic.buffers]) if casts else kept  # type: ignore[index]  # casts implies a name
         self._cast_to = compute if arithmetic.input_cast else None
@@ -152,18 +191,20 @@ class Evaluator:
         finally:
             torch.set_default_dtype(default_dtype)
             torch.set_num_threads(num_threads)
-            self._cast_to = self._autocast = None
+            self._cast_to = self._autocast = self._ballast = None
+            self._place = HOST
             self._drop_gradients()
 
     def evaluate(self, micro_batch: MicroBatch, total: Total) -> Evaluation:
         """Forward and backward over one micro-batch, inside `loaded`."""
         self._drop_gradients()
+        micro_batch = self._moved(micro_batch)
         with self._autocasting():
             output = self._module(**module_arguments(self.case, micro_batch.inputs))
             scalar = total(self._loss(output, micro_batch), micro_batch)
         scalar.backward()  # type: ignore[no-untyped-call]  # torch's own
         gradients = {
-            name: parameter.grad
+            name: parameter.grad.to(HOST)
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
@@ -175,17 +216,21 @@ class Evaluator:
         In train mode, or in eval mode and without gradients as inference runs.
         """
         self._module.train(training)
+        micro_batch = self._moved(micro_batch)
         try:
             with torch.set_grad_enabled(training), self._autocasting():
                 output = self._module(**module_arguments(self.case, micro_batch.inputs))
-                return self._loss(output, micro_batch).detach()
+                return self._loss(output, micro_batch).detach().to(HOST)
         finally:
             self._module.train()
 
     def _autocasting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
-        return torch.autocast("cpu", dtype=TORCH_DTYPES[self._autocast])
+        return torch.autocast(self._place.type, dtype=TORCH_DTYPES[self._autocast])
+
+    def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch if self._place == HOST else micro_batch.to(self._place)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():

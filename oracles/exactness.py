@@ -14,6 +14,7 @@ wrong factor of any size shows. Nothing is assumed: an element is certified by c
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -68,6 +69,8 @@ class _Sums:
         self._require_fit(np.abs(grid).max((0, 1), initial=0), unit, dtype)
         for level in numerics.levels:
             grid, unit = self._divide(grid, unit, level.before)
+            if level.fused and math.frexp(level.before)[0] != 0.5:
+                self._exact[...] = False  # the inverse is rounded
             axis = 1 if level.axis == "shard" else 0
             if level.size > 1:
                 sums = np.abs(grid).sum(axis, keepdims=True)

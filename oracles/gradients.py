@@ -6,8 +6,8 @@ gets from gradients to parameters is another oracle's matter, and its errors are
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from oracles.compare import (
     compare_with_truth,
 )
 from oracles.evaluation import Evaluator
+from oracles.findings import Findings
 from oracles.moments import moments
 from oracles.plans import numerics_mismatches, plan_mismatches
 from oracles.prediction import Prediction, effective_numerics, predict
@@ -32,30 +33,7 @@ from oracles.records import TrainAction, train_actions
 from oracles.reduction import magnitude, mean
 from oracles.rounding import gamma
 from oracles.truth import Truth
-from oracles.verdict import MarginKind, Mismatch, Verdict, combine, exactly, failing, passing
-
-
-@dataclass(slots=True, kw_only=True)
-class Findings:
-    """Mismatches and the worst margin, as they come in."""
-
-    mismatches: list[Mismatch] = field(default_factory=list)
-    margin: float = 0.0
-
-    def add(self, comparison: Comparison) -> None:
-        self.margin = max(self.margin, comparison.margin)
-        if comparison.mismatch is not None:
-            self.mismatches.append(comparison.mismatch)
-
-    def include(self, mismatches: Iterable[Mismatch], margin: float) -> None:
-        """Add what was found elsewhere."""
-        self.mismatches += mismatches
-        self.margin = max(self.margin, margin)
-
-    def verdict(self, kind: MarginKind) -> Verdict:
-        if self.mismatches:
-            return failing(*self.mismatches, margin=self.margin, margin_kind=kind)
-        return passing(margin=self.margin, margin_kind=kind)
+from oracles.verdict import Mismatch, Verdict, combine, exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +141,9 @@ def judge_replay(shown: ActionGradients, prediction: Prediction) -> Verdict:
     """Engine against replay: the bound, the emulated sums, the losses. Rigorous."""
     findings = Findings()
     action = shown.action
-    for name in shown.assembled.full:
+    for name, tensor in shown.assembled.full.items():
         where = f"{action} gradient {name}"
-        tensor = shown.assembled.full[name]
+        spread = prediction.spread(name)
         findings.mismatches += _form_mismatches(where, name, tensor, prediction)
         comparison = compare_with_replay(
             shown.got(name),
@@ -173,14 +151,18 @@ def judge_replay(shown: ActionGradients, prediction: Prediction) -> Verdict:
             allowance=prediction.allowance,
             world_size=prediction.world_size,
             where=where,
+            spread=spread,
         )
-        findings.add(comparison)
+        findings.add(comparison, spread=spread)
         candidates = None if comparison.mismatch else prediction.candidates(name)
         if candidates is not None:
             findings.add(compare_with_candidates(shown.got(name), candidates, where=where))
     for rank, record in enumerate(action.records):
         where = f"{action} total loss, rank {rank}"
-        findings.add(_compare_loss(where, record.total_loss, prediction, rank))
+        findings.add(
+            _compare_loss(where, record.total_loss, prediction, rank),
+            spread=prediction.local.loss_spread.get(rank, 0.0),
+        )
     return findings.verdict("rigorous")
 
 
@@ -266,7 +248,8 @@ def _compare_loss(where: str, got: float, prediction: Prediction, rank: int) -> 
         )
     u = 2.0**-53 if prediction.numerics.compute == "float64" else 2.0**-24
     wanted = float(mean(losses[:, None], 1)[0])
-    allowed = gamma(len(losses) - 1, u) * float(np.abs(losses).sum())
+    spread = prediction.local.loss_spread.get(rank, 0.0)
+    allowed = gamma(len(losses) - 1, u) * (float(np.abs(losses).sum()) + spread) + spread
     off = abs(got - wanted)
     margin: Any = 0.0 if off == 0.0 else (off / allowed if allowed else np.inf)
     if off <= allowed:

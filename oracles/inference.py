@@ -1,10 +1,13 @@
 """What inference must return: per-token losses at the engine's own weights of that moment.
 
 A rank's batch is one forward in eval mode under the declared numerics, so the replay of it in one
-process gives the same bits. Behind a sequence's end a row is padding, of which nothing is said.
+process gives the same bits; where a device does not repeat itself, within its spread
+(`oracles.calibration`). Behind a sequence's end a row is padding, of which nothing is said.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -14,11 +17,12 @@ from fsdp_engine.contract.observation import Array, InferRecord, Numerics
 from fsdp_engine.workload.batches import global_batch, local_batch
 from oracles.arrays import Float64, array_of, float64_of, tensor_of
 from oracles.bitwise import array_mismatches
-from oracles.compare import Reference, compare_with_truth
+from oracles.calibration import values_apart
+from oracles.compare import Reference, compare_with_truth, compare_within
 from oracles.evaluation import FLOAT32, FLOAT64, Arithmetic, Evaluator, Weights
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.moments import Moment
-from oracles.verdict import Mismatch, Verdict, combine, exactly
+from oracles.verdict import Mismatch, Verdict, combine, exactly, failing
 
 
 def replayed_losses(
@@ -48,32 +52,37 @@ def judge_inference(
     weights, case = moment.before.weights, evaluator.case
     own = Arithmetic.of(numerics)
     wanted = replayed_losses(evaluator, batch, weights, own)
-    mismatches: list[Mismatch] = []
+    again = wanted
+    if own.device is not None:
+        again = replayed_losses(evaluator, batch, weights, replace(own, elsewhere=True))
+    verdicts = []
     for rank, (record, losses) in enumerate(zip(moment.records, wanted, strict=True)):
         assert isinstance(record, InferRecord)
         lengths = tuple(sequence.length for sequence in case.batches[batch].ranks[rank])
         where = f"{moment} rank {rank} token losses"
-        mismatches += _row_mismatches(where, record.token_losses, array_of(losses), lengths)
-    return combine(exactly(mismatches), _judge_meaning(evaluator, moment, batch, weights))
+        spread = values_apart(float64_of(losses), float64_of(again[rank]))
+        verdicts.append(_judge_rows(where, record.token_losses, losses, lengths, spread))
+    return combine(*verdicts, _judge_meaning(evaluator, moment, batch, weights))
 
 
-def _row_mismatches(
-    where: str, got: Array, wanted: Array, lengths: tuple[int, ...]
-) -> list[Mismatch]:
+def _judge_rows(
+    where: str, got: Array, wanted: Tensor, lengths: tuple[int, ...], spread: float
+) -> Verdict:
+    replayed = array_of(wanted)
     for field in ("dtype", "shape"):
-        told = [str(getattr(array, field)) for array in (got, wanted)]
+        told = [str(getattr(array, field)) for array in (got, replayed)]
         if told[0] != told[1]:
-            return [Mismatch(where=f"{where} {field}", got=told[0], wanted=told[1])]
-    rows = zip(tensor_of(got), tensor_of(wanted), lengths, strict=True)
-    return [
-        mismatch
-        for index, (one, other, length) in enumerate(rows)
-        for mismatch in array_mismatches(
-            f"{where} of sequence {index}, token ",
-            array_of(one[:length]),
-            array_of(other[:length]),
-        )
-    ]
+            return failing(Mismatch(where=f"{where} {field}", got=told[0], wanted=told[1]))
+    mismatches, findings = [], Findings()
+    for index, (one, other, length) in enumerate(zip(tensor_of(got), wanted, lengths, strict=True)):
+        place, own, replay = f"{where} of sequence {index}", one[:length], other[:length]
+        if spread:
+            allowed = np.full(length, spread)
+            within = compare_within(float64_of(own), float64_of(replay), allowed, where=place)
+            findings.add(within, spread=spread)
+        else:
+            mismatches += array_mismatches(f"{place}, token ", array_of(own), array_of(replay))
+    return findings.verdict("calibrated") if spread else exactly(mismatches)
 
 
 def _judge_meaning(evaluator: Evaluator, moment: Moment, batch: int, weights: Weights) -> Verdict:

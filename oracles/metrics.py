@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,9 +18,10 @@ from fsdp_engine.contract.case import LossMode
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.workload.batches import MicroBatch, global_batch, local_batch
 from oracles.arrays import Float64, float64_of
+from oracles.calibration import values_apart, widened
 from oracles.compare import Reference, compare_with_truth
 from oracles.evaluation import FLOAT32, FLOAT64, Arithmetic, Evaluator, Weights
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.records import TrainAction
 from oracles.replay import Plan
 from oracles.rounding import EVALUATION, FORMATS, gamma
@@ -95,9 +97,14 @@ def judge_loss(
     batch, mode = case.batches[action.batch], case.engine.loss_mode
     plans = [record.plan for record in action.records]
     own = Arithmetic.of(numerics)
-    replayed = _planned(evaluator, action.batch, plans, weights, own)
-    findings = Findings()
-    _judge_reported(findings, action, loss_of(replayed, mode), numerics, batch)
+    wanted = loss_of(_planned(evaluator, action.batch, plans, weights, own), mode)
+    spread = 0.0
+    if own.device is not None:
+        own = replace(own, elsewhere=True)
+        again = loss_of(_planned(evaluator, action.batch, plans, weights, own), mode)
+        spread = values_apart(np.array(wanted), np.array(again))
+    findings = Findings(widened=spread > 0.0)
+    _judge_reported(findings, action, (wanted, spread), numerics, batch)
     wide, narrow = (
         np.array([loss_of(_planned(evaluator, action.batch, plans, weights, arithmetic), mode)])
         for arithmetic in (FLOAT64, FLOAT32)
@@ -115,12 +122,20 @@ def judge_loss(
 
 
 def _judge_reported(
-    findings: Findings, action: TrainAction, wanted: float, numerics: Numerics, batch: Batch
+    findings: Findings,
+    action: TrainAction,
+    replayed: tuple[float, float],
+    numerics: Numerics,
+    batch: Batch,
 ) -> None:
-    """Per-token losses are not negative: the sum of magnitudes is the loss itself."""
+    """Per-token losses are not negative: the sum of magnitudes is the loss itself.
+
+    `replayed` is the loss and how far two replays of it are apart.
+    """
+    wanted, spread = replayed
     u = FORMATS["float64" if numerics.compute == "float64" else "float32"].u
     count = num_roundings(batch, len(action.records[0].plan))
-    allowed = gamma(count, u) * abs(wanted) * (1.0 + EVALUATION)
+    allowed = gamma(count, u) * (abs(wanted) + spread) * (1.0 + EVALUATION) + spread
     for rank, record in enumerate(action.records):
         got = record.metrics.get("loss")
         if got is None or got == wanted:
@@ -132,7 +147,7 @@ def _judge_reported(
                 Mismatch(
                     where=f"{action} metric loss, rank {rank}",
                     got=repr(got),
-                    wanted=repr(wanted),
+                    wanted=repr(wanted) + widened(spread),
                     off=off,
                     allowed=allowed,
                 )

@@ -65,14 +65,21 @@ class Prediction:
 
     def allowed(self, name: str) -> Float64:
         """What the bound allows per element of a parameter's gradient."""
-        return self.allowance.allowed(magnitude(self.terms(name), self.world_size))
+        sizes = magnitude(self.terms(name), self.world_size)
+        return self.allowance.allowed(sizes, self.spread(name))
+
+    def spread(self, name: str) -> float:
+        """By how much the mean is not known: 0 where replay repeats itself, as on a host."""
+        return self.local.spread.get(name, 0.0)
 
     def mean(self, name: str) -> Float64:
         """The exact mean of the declared local gradients, rounded to double."""
         return mean(self.terms(name), self.world_size)
 
     def candidates(self, name: str) -> list[Tensor] | None:
-        """Every gradient that the declared levels can round to, or None where too many."""
+        """Every gradient that the declared levels can round to, or None where that is not known."""
+        if self.spread(name):
+            return None
         return emulate(self.local, name, self.numerics, self.mesh)
 
     def accumulation_allowed(self, name: str) -> Float64:

@@ -88,8 +88,10 @@ def emulate(
 
     Each element of the engine's gradient equals that element in one of them; with groups of at
     most two there is a single candidate. Empty: no rank has a gradient. None: too many
-    candidates, a group beyond four, or levels that do not follow the mesh.
+    candidates, a group beyond four, fused levels or such as do not follow the mesh.
     """
+    if any(level.fused and level.size > 1 for level in numerics.levels):
+        return None
     steps = [[rank[t].get(name) for rank in local.reduced] for t in range(len(local.reduced[0]))]
     steps = [step for step in steps if any(gradient is not None for gradient in step)]
     if not levels_follow_mesh(numerics, mesh) or _num_candidates(numerics, len(steps)) is None:

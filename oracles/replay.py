@@ -7,8 +7,8 @@ declared dtypes, and what a rank would hand to its reduction is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.workload.batches import MicroBatch, local_batch
 from fsdp_engine.workload.models import TORCH_DTYPES
+from oracles.calibration import loss_spread, mean_spread
 from oracles.evaluation import FLOAT32, FLOAT64, Arithmetic, Evaluator, Total, Weights
 
 Plan: TypeAlias = Sequence[Sequence[int]]
@@ -33,12 +34,15 @@ class LocalGradients:
 
     `reduced[rank][t]`: t counts micro-batches in eager mode; deferred there is one entry.
     `losses[rank][micro_batch]`: normalised losses. `used[micro_batch]`: the parameters that had a
-    gradient on any rank.
+    gradient on any rank. `spread` and `loss_spread` say how far two replays were apart, by
+    parameter and by rank, where they were (`oracles.calibration`).
     """
 
     reduced: tuple[tuple[Gradients, ...], ...]
     losses: tuple[tuple[float, ...], ...]
     used: tuple[frozenset[str], ...]
+    spread: Mapping[str, float] = field(default_factory=dict)
+    loss_spread: Mapping[int, float] = field(default_factory=dict)
 
 
 def replay(
@@ -51,10 +55,19 @@ def replay(
     """Replay the plans under the declared numerics.
 
     `plans[rank]` must partition the rank's sequences, with the same count on all ranks. `weights`
-    are in storage dtype.
+    are in storage dtype. On a device with an arithmetic of its own it is done twice.
     """
     arithmetic = Arithmetic.of(numerics)
-    return _replay(evaluator, batch_index, plans, numerics, weights, arithmetic)
+    local = _replay(evaluator, batch_index, plans, numerics, weights, arithmetic)
+    if arithmetic.device is None:
+        return local
+    arithmetic = replace(arithmetic, elsewhere=True)
+    again = _replay(evaluator, batch_index, plans, numerics, weights, arithmetic)
+    return replace(
+        local,
+        spread=mean_spread(local.reduced, again.reduced),
+        loss_spread=loss_spread(local.losses, again.losses),
+    )
 
 
 def replay_float64(

@@ -10,8 +10,9 @@ casts or divisions fall under e only where the result is subnormal. Terms:
 
 - n, roundings in the reduce dtype that one L meets on its way: one for the cast into it if that is
   not exact, size - 1 additions per level whatever the order (section 4.2: every tree over `size`
-  leaves has depth <= size - 1), one per division by a number that is no power of two. Together a
-  factor within 1 +- gamma(n, u_reduce) (lemma 3.1).
+  leaves has depth <= size - 1), one per division by a number that is no power of two, two where
+  a fused level multiplies by the rounded inverse. Together a factor within 1 +- gamma(n, u_reduce)
+  (lemma 3.1). A level that adds in a finer dtype and rounds its sum has fewer.
 - k, roundings in the dtype the shards are added in: one for the cast from the reduce dtype if that
   is not exact, T - 1 additions of the running sum. A factor within (1 + u_shard)^k.
 - B, what underflow adds: eta / 2 per cast or division, carried through the later sums and
@@ -19,6 +20,9 @@ casts or divisions fall under e only where the result is subnormal. Terms:
 
 Each L thus arrives as L (1 + d) with |d| <= (1 + gamma)(1 + u_shard)^k - 1; the triangle inequality
 gives |G - mean| <= ((1 + gamma)(1 + u_shard)^k - 1) A + B. Attained, so compare with `<=`.
+
+Where replay finds that it does not repeat itself, L is known up to a spread s in the mean
+(`oracles.calibration`): A grows by s, and the deviation by s itself.
 """
 
 from __future__ import annotations
@@ -92,7 +96,7 @@ def num_reductions(numerics: Numerics, num_micro_batches: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """|G - mean| <= relative * A + absolute, elementwise.
+    """|G - mean| <= relative * (A + spread) + absolute + spread, elementwise.
 
     `overflow`: from W * A on, a partial sum may pass the largest number of a dtype on the way.
     """
@@ -101,10 +105,10 @@ class Allowance:
     absolute: float
     overflow: float
 
-    def allowed(self, magnitude: Float64) -> Float64:
+    def allowed(self, magnitude: Float64, spread: float = 0.0) -> Float64:
         """What is allowed per element; `magnitude` is A in double, rounded up or exact."""
         with np.errstate(over="ignore"):
-            return magnitude * self.relative + self.absolute
+            return (magnitude + spread) * self.relative + (self.absolute + spread)
 
 
 def allowance(numerics: Numerics, num_micro_batches: int) -> Allowance:
@@ -119,6 +123,7 @@ def allowance(numerics: Numerics, num_micro_batches: int) -> Allowance:
     underflow = float(casts_in)  # per rank, in units of eta_reduce / 2
     for level in numerics.levels:
         n += level.size - 1 + sum(not _power_of_two(f) for f in (level.before, level.after))
+        n += level.fused and not _power_of_two(level.before)
         if level.before != 1.0:
             underflow = underflow / level.before + 1.0
         underflow *= level.size

@@ -139,7 +139,8 @@ def replayed_norm(
     for name, shape in evaluator.shapes.items():
         terms = contributions(local, name, shape)
         means[name] = mean(terms, world_size)
-        allowed[name] = bound.allowed(magnitude(terms, world_size))
+        sizes = magnitude(terms, world_size)
+        allowed[name] = bound.allowed(sizes, local.spread.get(name, 0.0))
     norm = exact_norm(means)
     return norm, (exact_norm(allowed) + norm * 2.0**-52) * (1.0 + EVALUATION)
 

@@ -12,7 +12,7 @@ from oracles.arrays import array_of, dtype_name, float64_of, tensor_of
 from oracles.bitwise import array_mismatches
 from oracles.compare import compare_within
 from oracles.export import Exported
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.metamorphic import told_mismatches
 from oracles.moments import Moment
 from oracles.running_error import Bounded
@@ -31,19 +31,19 @@ def writes(moment: Moment) -> bool:
 class Taking:
     """One export of every rank: what it must yield and the names taken so far, by rank.
 
-    `is_outdated`: weights were written since the call, so that it may refuse to go on.
+    `devices` are those of the ranks. `is_outdated`: weights were written since the call, so that it
+    may refuse to go on.
     """
 
     wanted: Exported
-    device: str
-    num_ranks: int
+    devices: tuple[str, ...]
     is_outdated: bool = False
     taken: list[list[str]] = field(default_factory=list)
 
     def judge(self, moment: Moment, findings: Findings) -> None:
         """The export action itself, or the resume action that takes the rest."""
         if not self.taken:
-            self.taken = [[] for _ in range(self.num_ranks)]
+            self.taken = [[] for _ in self.devices]
         for rank, record in enumerate(moment.records):
             assert isinstance(record, ExportRecord)
             where = f"{moment} rank {rank}"
@@ -56,7 +56,7 @@ class Taking:
             findings.include(_name_mismatches(where, names, self.wanted), 0.0)
             for tensor in record.tensors:
                 if tensor.name in self.wanted.tensors:
-                    self._judge_value(where, tensor, findings)
+                    self._judge_value(where, tensor, self.devices[rank], findings)
         findings.include(self._order_mismatches(moment), 0.0)
 
     def _count_mismatches(self, where: str, names: list[str], limit: int) -> list[Mismatch]:
@@ -68,7 +68,9 @@ class Taking:
             if name not in names
         ]
 
-    def _judge_value(self, where: str, got: ExportedTensor, findings: Findings) -> None:
+    def _judge_value(
+        self, where: str, got: ExportedTensor, device: str, findings: Findings
+    ) -> None:
         place = f"{where} {got.name}"
         wanted = self.wanted.tensors[got.name]
         bound = self.wanted.bounds.get(got.name)
@@ -76,8 +78,8 @@ class Taking:
             findings.include(array_mismatches(place, got.value, array_of(wanted)), 0.0)
         else:
             judge_bounded(place, got, wanted, bound, findings)
-        if got.device != self.device:
-            told = Mismatch(where=f"{place} device", got=got.device, wanted=self.device)
+        if got.device != device:
+            told = Mismatch(where=f"{place} device", got=got.device, wanted=device)
             findings.include([told], 0.0)
 
     def _order_mismatches(self, moment: Moment) -> list[Mismatch]:

@@ -16,7 +16,7 @@ from fsdp_engine.contract.case import Dtype, Optimizer
 from oracles.arrays import Float64, array_of, dtype_name, float64_of
 from oracles.bitwise import array_mismatches
 from oracles.compare import compare_within
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.learning_rate import learning_rate
 from oracles.moments import Snapshot
 from oracles.optimizers import AdamWState, adamw_step, sgd_step

@@ -43,7 +43,8 @@ class Verdict:
 
     `margin` is error / allowed error of the worst element over all comparisons: at most 1 passes.
     An exact comparison has margin 0 where it passes. `margin_kind` is the kind of the comparison
-    that gave the margin. `reason` says why a verdict is inconclusive or not applicable.
+    that gave the margin. `reason` says why a verdict is inconclusive or not applicable, `notes`
+    under which conditions it was judged.
     """
 
     outcome: Outcome
@@ -58,13 +59,21 @@ class Verdict:
         return self.outcome == "pass"
 
 
-def passing(*, margin: float | None = None, margin_kind: MarginKind = "exact") -> Verdict:
+def passing(
+    *,
+    margin: float | None = None,
+    margin_kind: MarginKind = "exact",
+    notes: tuple[str, ...] = (),
+) -> Verdict:
     """Everything compared was as it should be."""
-    return Verdict(outcome="pass", margin=margin, margin_kind=margin_kind)
+    return Verdict(outcome="pass", margin=margin, margin_kind=margin_kind, notes=notes)
 
 
 def failing(
-    *mismatches: Mismatch, margin: float | None = None, margin_kind: MarginKind = "exact"
+    *mismatches: Mismatch,
+    margin: float | None = None,
+    margin_kind: MarginKind = "exact",
+    notes: tuple[str, ...] = (),
 ) -> Verdict:
     """Something is not as it should be; the worst first, those without a number on top."""
 
@@ -75,7 +84,9 @@ def failing(
 
     assert mismatches
     ordered = tuple(sorted(mismatches, key=excess, reverse=True))
-    return Verdict(outcome="fail", mismatches=ordered, margin=margin, margin_kind=margin_kind)
+    return Verdict(
+        outcome="fail", mismatches=ordered, margin=margin, margin_kind=margin_kind, notes=notes
+    )
 
 
 def not_applicable(reason: str) -> Verdict:
@@ -96,10 +107,10 @@ def combine(*verdicts: Verdict) -> Verdict:
     worst = max(judged, key=lambda verdict: -1.0 if verdict.margin is None else verdict.margin)
     margin, kind = worst.margin, worst.margin_kind
     mismatches = [mismatch for verdict in judged for mismatch in verdict.mismatches]
+    notes = tuple(dict.fromkeys(note for verdict in judged for note in verdict.notes))
     if mismatches:
-        return failing(*mismatches, margin=margin, margin_kind=kind)
+        return failing(*mismatches, margin=margin, margin_kind=kind, notes=notes)
     for verdict in judged:
         if verdict.outcome == "inconclusive":
             return verdict
-    notes = tuple(note for verdict in judged for note in verdict.notes)
-    return Verdict(outcome="pass", margin=margin, margin_kind=kind, notes=notes)
+    return passing(margin=margin, margin_kind=kind, notes=notes)

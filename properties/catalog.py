@@ -93,3 +93,10 @@ def load_check(name: str) -> Check:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UnknownPropertyError(f"property: {name!r} is unknown ({error}); {legal}") from error
     return cast(Check, check)
+
+
+def descriptions() -> dict[str, str]:
+    """A sentence for every property: what its check says it promises."""
+    return {
+        name: (load_check(name).__doc__ or "").strip().partition("\n")[0] for name in PROPERTIES
+    }

@@ -29,8 +29,8 @@ from properties.issues.issue import KnownIssue, fixed_issue, known_issue
 from properties.message import failure_message, gone, told
 from properties.narrowing import is_lacking
 from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
-from properties.report import Tally
 from properties.repro import remove_repro, repro_path, write_repro
+from properties.tally import Tally
 from properties.trusted import Rations
 
 MAX_HANGS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import CaseError, WorldError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
+from fsdp_engine.world.device import num_gpus
 from properties import profiles, progress
 from properties.budget import in_order
 from properties.covering import Axes
@@ -35,6 +37,8 @@ from properties.session import (
     Session,
 )
 from properties.suite import Search, Suite
+
+WORKERS_PER_GPU = 4
 
 _TALLIES = pytest.StashKey[dict[str, Any]]()
 
@@ -64,6 +68,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--report-json", type=Path, metavar="FILE", help="write the report here")
     group.addoption(
+        "--nights",
+        type=Path,
+        metavar="FILE",
+        help="add this session's margins to those of the file; a page beside the report shows all",
+    )
+    group.addoption(
+        "--database",
+        default=os.environ.get("EXAMPLE_DATABASE", ""),
+        metavar="URL",
+        help="a Redis that several machines keep failures in, redis://... (env: EXAMPLE_DATABASE)",
+    )
+    group.addoption(
         "--cases",
         type=Path,
         metavar="FILE",
@@ -91,7 +107,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if state.is_worker or not _judges(config):
         return
     report = state.begin()
-    config.pluginmanager.register(Reporter(report, state.report_path, state.budget))
+    config.pluginmanager.register(Reporter(report, state))
     if progress.is_wanted(config):
         terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
         config.pluginmanager.register(progress.Progress(report, terminal))
@@ -126,9 +142,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker per core: four fifths of the time are the oracles, in the worker itself."""
-    return max(1, os.cpu_count() or 1)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core: four fifths of the time are the oracles, in the worker itself.
+
+    With GPUs a few on each: a worker and its ranks hold half a gigabyte of it apiece.
+    """
+    most = WORKERS_PER_GPU * num_gpus() if config.getoption("--device") == "cuda" else math.inf
+    return max(1, int(min(os.cpu_count() or 1, most)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -137,8 +157,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     suite: Suite = marker.args[0]
     session = metafunc.config.stash[SESSION]
-    if suite.on_device and session.device == DEVICES[0]:
-        needs = pytest.mark.skip(reason="not applicable: it shows on a device alone (--device sim)")
+    if suite.on_device and session.device not in suite.on_device:
+        where = " and ".join(f"--device {name}" for name in suite.on_device)
+        needs = pytest.mark.skip(reason=f"not applicable: it shows on {where} alone")
         metafunc.parametrize("row", [pytest.param(None, id="no-device", marks=needs)])
         return
     items: Sequence[Axes | Case]
@@ -165,7 +186,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         keys = in_order(
             [item.nodeid for item in items],
             seed=state.seed,
-            has_failed=lambda key: has_failed(root, key),
+            has_failed=lambda key: has_failed(root, key, url=state.database),
         )
         items.sort(key=lambda item: keys[item.nodeid])
     items += [
@@ -225,6 +246,7 @@ def search(request: pytest.FixtureRequest) -> Search:
         seed=session.seed,
         key=request.node.nodeid,
         root=request.config.rootpath,
+        database=session.database,
     )
 
 

@@ -7,11 +7,14 @@ on every run and forget failures.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
+
+from properties import shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,33 +79,50 @@ PROFILES: dict[str, Profile] = {
 }
 
 
-class _Failures(DirectoryBasedExampleDatabase):
+class _Failures(ExampleDatabase):
     """Keeps what failed, and not what came close: that would take the place of new draws."""
+
+    def __init__(self, kept: ExampleDatabase) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def fetch(self, key: bytes) -> Iterable[bytes]:
+        return self._kept.fetch(key)
 
     def save(self, key: bytes, value: bytes) -> None:
         if not key.endswith(b".pareto"):
-            super().save(key, value)
+            self._kept.save(key, value)
+
+    def delete(self, key: bytes, value: bytes) -> None:
+        self._kept.delete(key, value)
 
 
-def has_failed(root: Path, key: str) -> bool:
+def has_failed(root: Path, key: str, *, url: str = "") -> bool:
     """Whether there is a failure of this test to begin with."""
+    if url:
+        return shared.has_failures(url, _short(key))
     return any(path.is_file() for path in database_path(root, key).rglob("*"))
 
 
 def database_path(root: Path, key: str) -> Path:
     """Where the failures of one test are kept; there is nothing where it never failed."""
-    return root / ".hypothesis" / "cases" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return root / ".hypothesis" / "cases" / _short(key)
 
 
-def settings_of(profile: Profile, *, root: Path, key: str) -> settings:
+def _short(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def settings_of(profile: Profile, *, root: Path, key: str, url: str = "") -> settings:
     """The Hypothesis settings of one test.
 
     `key` names the test: tests made of one function keep their failures apart in the database
-    below `root`.
+    below `root`, or in the Redis at `url`.
     """
+    kept = shared.failures(url, _short(key)) if url else None
     return settings(
         max_examples=profile.examples,
-        database=_Failures(database_path(root, key)),
+        database=_Failures(kept or DirectoryBasedExampleDatabase(database_path(root, key))),
         deadline=None,
         derandomize=False,
         print_blob=True,

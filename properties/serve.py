@@ -20,6 +20,7 @@ import pytest
 from fsdp_engine.contract.errors import FsdpPropertiesError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
+from fsdp_engine.world.device import settle
 from fsdp_engine.world.torchrun import Places, in_job, open_places, serve_place
 
 
@@ -50,12 +51,13 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("properties.serve: to be started by torchrun\n")
         return int(pytest.ExitCode.USAGE_ERROR)
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--device", default=os.environ.get("DEVICE", DEVICES[0]))
+    parser.add_argument("--device", choices=DEVICES, default=os.environ.get("DEVICE", DEVICES[0]))
     device: str = parser.parse_known_args(arguments)[0].device
-    if os.environ["RANK"] != "0":
-        serve_place(device)
-        return 0
     try:
+        settle(device)
+        if os.environ["RANK"] != "0":
+            serve_place(device)
+            return 0
         places = open_places(device)
     except FsdpPropertiesError as error:
         sys.stderr.write(f"properties.serve: {error}\n")

@@ -15,6 +15,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import AcceleratorError, CaseError, FsdpPropertiesError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
+from properties import nights, shared
 from properties.budget import Budget
 from properties.judge import Hangs
 from properties.outcome import Worlds
@@ -59,6 +60,8 @@ class Session:
         self.rations = Rations()
         self.budget = _budget(config)
         self.report_path = _report_path(config.getoption("--report-json"))
+        self.nights = _nights(config, self.report_path)
+        self.database = _database(config.getoption("--database"))
         self.report: Report | None = None
         self._pool: WorldPool | None = None
 
@@ -117,10 +120,11 @@ class Session:
 class Reporter:
     """Registered in the controller, or in the only process: collects, writes and shows."""
 
-    def __init__(self, report: Report, path: Path | None, budget: Budget | None) -> None:
+    def __init__(self, report: Report, session: Session) -> None:
         self._report = report
-        self._path = path
-        self._budget = budget
+        self._path = session.report_path
+        self._nights = session.nights
+        self._budget = session.budget
         self._num_run = 0
         self._num_collected = 0
 
@@ -143,19 +147,27 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the report; a property whose every case the engine refused fails the session."""
+        """Write the report; a property whose every case the engine refused fails the session.
+
+        So does a budget in which no test could begin.
+        """
         if self._path is not None:
             self._report.write(self._path)
-        if self._report.unsatisfiable() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if self._nights is not None and self._report.tallies:
+                shown = nights.page(nights.add(self._nights, nights.night(self._report)))
+                self._path.with_suffix(".html").write_text(shown, encoding="utf-8")
+        if session.exitstatus == pytest.ExitCode.OK:
+            if self._report.unsatisfiable():
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            elif self._budget is not None and not self._num_run:
+                session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show the table."""
-        if not self._report.tallies:
-            return
-        terminalreporter.section(f"properties of {self._report.engine}")
-        for line in self._report.table():
-            terminalreporter.line(line)
+        if self._report.tallies:
+            terminalreporter.section(f"properties of {self._report.engine}")
+            for line in self._report.table():
+                terminalreporter.line(line)
         if self._budget is not None:
             ran = f"{self._num_run} of {self._num_collected} tests were run"
             terminalreporter.line(f"{self._budget.minutes:g} minutes: {ran}")
@@ -229,6 +241,27 @@ def _given_cases(path: Path | None) -> tuple[tuple[Case, ...] | None, tuple[str,
         except CaseError as error:
             broken.append(f"--cases {path}, case {index}: {error}")
     return tuple(cases), tuple(broken)
+
+
+def _nights(config: pytest.Config, report_path: Path | None) -> Path | None:
+    path: Path | None = config.getoption("--nights")
+    if path is not None and report_path is None:
+        raise pytest.UsageError(f"--nights {path}: its page lies beside the report: --report-json")
+    return path
+
+
+def _database(url: str) -> str:
+    """The address of a Redis that answers, or none.
+
+    Raises:
+        pytest.UsageError: it is no such address, nobody answers, or there is no client for it.
+    """
+    try:
+        if url:
+            shared.connect(url)
+    except ValueError as error:
+        raise pytest.UsageError(f"--database {url}: {error}") from error
+    return url
 
 
 def _report_path(path: Path | None) -> Path | None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.protocol import DeviceName
 from properties.budget import OutOfTime
 from properties.covering import Axes, RowFilter, axes_of, covering_array, spread, varied
 from properties.judge import Judge, PropertyFailure
@@ -37,22 +38,26 @@ Wrapped: TypeAlias = "Callable[[Axes | Case, Judge, Search], None]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How one test searches: its profile, its seed, and the key its failures are kept under."""
+    """How one test searches: its profile, its seed, and the key its failures are kept under.
+
+    `database` is where they are kept instead of below `root`: the address of a Redis.
+    """
 
     profile: Profile
     seed: int
     key: str
     root: Path
+    database: str = ""
 
 
 class Suite(Protocol):
     """What a suite is run over, one test each: rows to draw cases in, or cases of a table.
 
-    `on_device`: it judges what shows on a device alone.
+    `on_device`: it judges what shows on these devices alone; empty where it shows on all.
     """
 
     @property
-    def on_device(self) -> bool: ...
+    def on_device(self) -> tuple[DeviceName, ...]: ...
 
     def items(
         self,
@@ -75,7 +80,7 @@ class _Rows:
     where: RowFilter
     main: bool
     given: bool
-    on_device: bool
+    on_device: tuple[DeviceName, ...]
     times: float
     start: int
 
@@ -104,7 +109,7 @@ class _Rows:
 class _Table:
     cases: Callable[[], tuple[Case, ...]]
     overrides: bool
-    on_device: bool = False
+    on_device: tuple[DeviceName, ...] = ()
 
     def items(
         self,
@@ -125,14 +130,14 @@ def over_rows(
     where: RowFilter = lambda _: True,
     main: bool = False,
     given: bool = True,
-    on_device: bool = False,
+    on_device: tuple[DeviceName, ...] = (),
     times: float = 1.0,
 ) -> Callable[[SuiteTest], Wrapped]:
     """Make a test of `(case, judge)` a suite over the rows `where` accepts.
 
     `main` takes as many rows as the profile allows a suite at all, `times` so many times what it
     allows others. With `given` False the suite takes no cases given by the user: another
-    one of the same property does. `on_device` is for what the host alone cannot show.
+    one of the same property does. `on_device` is for what shows on these alone.
     `@hypothesis.example(case=...)` may stand between this decorator and the function.
     """
 
@@ -198,7 +203,9 @@ def _as_suite(test: SuiteTest, run: Wrapped, suite: Suite) -> Wrapped:
 def _search(test: SuiteTest, cases: SearchStrategy[Case], judge: Judge, search: Search) -> None:
     __tracebackhide__ = True
     seeded = hypothesis.seed(_mixed(search.seed, search.key))
-    with_settings = settings_of(search.profile, root=search.root, key=search.key)
+    with_settings = settings_of(
+        search.profile, root=search.root, key=search.key, url=search.database
+    )
     # The settings last: a seed takes the database away, which is to be kept.
     searched = with_settings(seeded(hypothesis.given(case=drawn(cases))(test)))
     failure: PropertyFailure | None = None

@@ -11,26 +11,26 @@ from properties.strategies.regions import with_predicted_bytes
 from properties.suite import over_rows
 
 
-@over_rows(offloaded(stepping_cases), where=with_predicted_bytes, on_device=True)
+@over_rows(offloaded(stepping_cases), where=with_predicted_bytes, on_device=("sim",))
 def test_memory(case: Case, judge: Judge) -> None:
     judge(device.memory_matches, case)
 
 
-@over_rows(offloaded(exporting_cases), on_device=True)
+@over_rows(offloaded(exporting_cases), on_device=("sim",))
 def test_copies(case: Case, judge: Judge) -> None:
     judge(device.copies_are_needed, case)
 
 
-@over_rows(offloaded(inferring_cases), on_device=True)
+@over_rows(offloaded(inferring_cases), on_device=("sim",))
 def test_order(case: Case, judge: Judge) -> None:
     judge(device.order_is_kept, case)
 
 
-@over_rows(residing_cases, on_device=True)
+@over_rows(residing_cases, on_device=("sim", "cuda"))
 def test_residency_at_rest(case: Case, judge: Judge) -> None:
     judge(offload.rests_where_asked, case)
 
 
-@over_rows(residing_cases, on_device=True)
+@over_rows(residing_cases, on_device=("sim", "cuda"))
 def test_residency_changes_nothing(case: Case, judge: Judge) -> None:
     judge(offload.offload_changes_nothing, case)

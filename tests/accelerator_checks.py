@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp_engine.adapters.numerics import fsdp2_numerics
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.workload.models import build_model
 from fsdp_engine.world.accelerator.device import install
 from fsdp_engine.world.accelerator.ledger import Copy, site
+from oracles.arrays import same_bits
+from oracles.evaluation import Evaluator
+from oracles.replay import replay
 from tests import residency_checks, schedule_checks
 from tests.small_cases import small_case
 
@@ -373,6 +378,23 @@ def _require_same(what: str, got: Any, wanted: Any) -> None:
             _require_same(what, one, other)
 
 
+def gradients_are_replayed_there() -> None:
+    """What is asked of a GPU: weights, buffers and data go there, results come back."""
+    for family in ("mlp", "embedding", "qwen2", "mixtral"):
+        for policy in ("fp32", "fp32/bf16/fp32"):
+            case = small_case(shape=(1,), model=Model(family=family), policy=policy)
+            evaluator, numerics = Evaluator(case), fsdp2_numerics(case)
+            host, there = (
+                replay(evaluator, 0, [[[0], [1]]], declared, evaluator.weights)
+                for declared in (numerics, replace(numerics, device=DEVICE))
+            )
+            assert there.spread == {}
+            assert there.losses == host.losses
+            for one, other in zip(host.reduced[0], there.reduced[0], strict=True):
+                assert one.keys() == other.keys()
+                assert all(same_bits(one[name], other[name]) for name in one)
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     operators_compute_what_the_cpu_does,
     operands_on_two_devices_are_refused,
@@ -387,6 +409,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     in_place_out_and_resize_reach_the_tensor_itself,
     modules_and_optimizers_step_alike,
     a_language_model_trains_alike,
+    gradients_are_replayed_there,
     tensors_are_saved_and_pickled,
     distributed_checkpoints_are_written_and_read,
     streams_and_events_are_there,

@@ -33,7 +33,7 @@ HOST, DEVICE = {"cpu"}, {"hpu"}
 def _engines(**options: Any) -> Iterator[Iterator[tuple[FsdpEngine, Case]]]:
     """An engine by each strategy, one after the other, with the case whose batch it can train."""
     device = prepare("sim")
-    dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(device.backend(1), store=dist.HashStore(), rank=0, world_size=1)
 
     def built() -> Iterator[tuple[FsdpEngine, Case]]:
         for strategy in STRATEGIES:
@@ -45,7 +45,7 @@ def _engines(**options: Any) -> Iterator[Iterator[tuple[FsdpEngine, Case]]]:
                 build_model(case),
                 config,
                 OptimizerConfig(),
-                device=torch.device(device.torch_name),
+                device=torch.device(device.torch_name(0)),
                 module_arguments=lambda inputs, case=case: module_arguments(case, inputs),  # type: ignore[misc]
             )
             yield engine, case

@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.world.accelerator import build
+from fsdp_engine.world.device import ENVIRONMENTS
 from tests.accelerator_checks import CHECKS
 
 NO_COMPILER = "needs a C++ compiler"
@@ -26,7 +27,7 @@ def _outcomes() -> dict[str, str]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | ENVIRONMENTS["sim"] | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -80,7 +81,10 @@ def test_a_process_that_asked_for_its_accelerator_is_refused() -> None:
         "from fsdp_engine.world.accelerator.device import install\n"
         "install()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environment = os.environ | ENVIRONMENTS["sim"]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 1
     if NO_COMPILER in done.stderr:
         pytest.skip("no compiler")

@@ -12,15 +12,16 @@ import pytest
 
 from fsdp_engine.contract.case import Case, Mesh
 from oracles.verdict import Mismatch, failing, passing
-from properties.catalog import PROPERTIES
-from properties.conformance.__main__ import descriptions, main, read_run
+from properties.catalog import PROPERTIES, descriptions
+from properties.conformance.__main__ import main, read_run
 from properties.conformance.details import mesh_picture, timeline
 from properties.conformance.markup import MARKS, TITLES, link
 from properties.conformance.page import page
 from properties.conformance.runs import KINDS, EngineRun, from_json, kind_of, to_json
 from properties.issues.issue import KnownIssue
-from properties.report import Report, Tally
+from properties.report import Report
 from properties.strategies.tables import one_case
+from properties.tally import Tally
 
 (CASE,) = one_case()
 COLUMN = Case(batches=CASE.batches, mesh=Mesh(shape=(2, 1)))

@@ -18,8 +18,9 @@ from properties.catalog import load_check
 from properties.issues.issue import KnownIssue
 from properties.judge import Hangs, Judge, PropertyFailure
 from properties.known_issues import KNOWN_ISSUES
-from properties.report import Report, Tally
+from properties.report import Report
 from properties.repro import PROJECT
+from properties.tally import Tally
 from tests.judging import (
     CASE,
     DIED,

@@ -10,7 +10,7 @@ from fsdp_engine.contract.case import Dtype
 from fsdp_engine.workload.models import TORCH_DTYPES
 from oracles.arrays import float64_of
 from oracles.clipping import EPSILON, clip_factor, clipped
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.trajectory import compare_bounded
 
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")

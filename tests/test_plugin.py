@@ -107,6 +107,14 @@ def test_given_cases_are_judged_by_all_that_applies(tmp_path: Path, *, confirmed
     assert report["pairs_judged"] == (42 if confirmed else 35)
 
 
+def test_a_budget_in_which_nothing_begins_says_so_and_fails(inside: Inside, tmp_path: Path) -> None:
+    report = ("--report-json", "r.json", "--nights", "n.jsonl")
+    code, printed = inside("--engine", GOOD, "--minutes", "0.001", *report)
+    assert code == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert re.search(r"0\.001 minutes: 0 of [1-9]\d* tests were run", printed)
+    assert not (tmp_path / "n.jsonl").exists()
+
+
 def test_a_failure_is_shrunk_written_and_ends_with_the_command(tmp_path: Path) -> None:
     ran = _session(
         tmp_path,

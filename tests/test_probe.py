@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fsdp_engine.contract.case import DTYPE_POLICIES, Mesh
 from fsdp_engine.world.pool import WorldPool
+from oracles.evaluation import Evaluation, Evaluator
 from oracles.verdict import NOT_REPLAYABLE
 from properties import probe, replay
 from properties.catalog import load_check
-from properties.probe import ProbedWorlds, probe_cases
+from properties.probe import ProbedWorlds, first_difference, probe_cases
 from properties.repro import write_repro
 from properties.strategies.tables import one_case
 from tests.engines import unreplayable
+from tests.gpu_check.ranks import spoilt
 
 WRONG = "tests.engines.for_judging:DoublesGradients"
 (FLOAT32,) = one_case()
@@ -33,6 +37,21 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PROBE_ENGINE", f"{unreplayable.HERE}:OtherKernels")
 
 
+@pytest.fixture
+def unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second replay is off by a last place in every element."""
+    evaluate = Evaluator.evaluate
+
+    def unsteady(self: Evaluator, *arguments: Any) -> Evaluation:
+        found = evaluate(self, *arguments)
+        if self._ballast is not None:
+            for gradient in found.gradients.values():
+                gradient.copy_(torch.nextafter(gradient, 2 * gradient))
+        return found
+
+    monkeypatch.setattr(Evaluator, "evaluate", unsteady)
+
+
 def test_this_machine_is_confirmed() -> None:
     assert probe.probe() == {}
 
@@ -42,6 +61,18 @@ def test_every_compute_dtype_of_the_suites_is_probed() -> None:
     for dtype, case in probe_cases().items():
         assert case.dtypes.compute == dtype
         assert case.dtypes in DTYPE_POLICIES.values()
+
+
+@pytest.mark.usefixtures("unsteady")
+def test_a_device_that_does_not_repeat_itself_is_held_to_its_bound() -> None:
+    """Not to every bit; and to nothing more than two replays are apart."""
+    case = probe_cases()["float32"]
+    with WorldPool(probe.PROBE_ENGINE) as pool:
+        shown = pool(case)
+    there = replace(shown, numerics=replace(shown.numerics, device="cpu"))
+    assert first_difference(case, shown) is None
+    assert first_difference(case, there) is None
+    assert first_difference(case, spoilt(there)) is not None
 
 
 @pytest.mark.usefixtures("other_kernels")

@@ -9,7 +9,8 @@ import pytest
 
 from oracles.verdict import passing
 from properties.progress import Progress, is_wanted
-from properties.report import Report, Tally
+from properties.report import Report
+from properties.tally import Tally
 from tests.judging import CASE
 
 

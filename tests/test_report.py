@@ -10,8 +10,9 @@ from fsdp_engine.contract.case import Case, Mesh
 from fsdp_engine.contract.case_file import case_id
 from oracles.verdict import Mismatch, failing, passing
 from properties.covering import feasible_pairs
-from properties.report import Report, Tally
+from properties.report import Report
 from properties.strategies.tables import one_case
+from properties.tally import Tally
 
 (CASE,) = one_case()
 WRONG = failing(Mismatch(where="w", got="1", wanted="0"), margin=math.inf, margin_kind="calibrated")
@@ -24,7 +25,7 @@ FIELDS = [
 PROPERTY_FIELDS = [
     "id", "drawn", "judged", "not_applicable", "inconclusive", "known_issue", "fixed", "failed",
     "cases_per_world_size", "verdict", "worst_margin", "margin_kind", "seconds", "case_ids",
-    "failures",
+    "notes", "failures",
 ]  # fmt: skip
 
 

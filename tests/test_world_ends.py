@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_engine.contract.errors import WorldError
 from fsdp_engine.world import processes
+from fsdp_engine.world.environment import INSIDE
 from fsdp_engine.world.pool import WorldPool
 from tests.world_cases import pids_of, wait_until_gone, world_case
 
@@ -97,6 +98,6 @@ def test_joining_an_address_where_nobody_listens(tmp_path: Path) -> None:
 
 def test_a_rank_starts_no_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that starts worlds when it is imported would otherwise multiply without end."""
-    monkeypatch.setenv(processes.INSIDE, "1")
+    monkeypatch.setenv(INSIDE, "1")
     with pytest.raises(WorldError, match="may not start worlds itself"):
         processes.start("cpu")

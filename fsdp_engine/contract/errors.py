@@ -6,7 +6,7 @@ FsdpPropertiesError
 ├── EngineStateError (also RuntimeError)  a call that the engine's present state does not allow
 ├── CheckpointError (also RuntimeError)   a checkpoint that cannot be written, or is refused
 ├── EngineLoadError                    an engine name that leads to no engine
-├── AcceleratorError                   the simulated device cannot be had in this process
+├── AcceleratorError                   the device cannot be had in this process
 └── RunError                           a case that ran and showed no observation
     ├── UnsupportedCase                the engine says in words why it does not apply
     │   └── NotOffered                 it has an action that the engine does not list
@@ -47,7 +47,7 @@ class EngineLoadError(FsdpPropertiesError):
 
 
 class AcceleratorError(FsdpPropertiesError):
-    """The simulated device cannot be built here, or a real one is in its place."""
+    """A device cannot be had: no GPU is there, or the simulated one cannot be built."""
 
 
 class RunError(FsdpPropertiesError):

@@ -248,13 +248,15 @@ Record: TypeAlias = TrainRecord | InferRecord | ExportRecord | StateRecord
 class Level:
     """One reduction: divide by `before`, sum over `size` ranks of `axis`, divide by `after`.
 
-    Divisions and sums are in the reduce dtype; a factor of 1 is no operation.
+    Divisions and sums are in the reduce dtype; a factor of 1 is no operation. `fused`: the backend
+    multiplies by the rounded inverse of `before`, and may add in a finer dtype.
     """
 
     axis: Literal["shard", "replicate"]
     size: int
     before: float = 1.0
     after: float = 1.0
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,9 @@ class Numerics:
     inputs to the compute dtype. `semantics` names a torch wrapper whose list of collectives and
     retained bytes is predicted in full; empty: only what every engine must keep is checked.
     `autocast` is the dtype of an autocast around every forward and its loss (None: there is none).
-    `replayable`: local gradients are expected to be bit-equal to a single-process replay.
+    `replayable`: local gradients are expected to be bit-equal to a single-process replay. `device`
+    is the world's word, not the engine's: torch's name of a device with an arithmetic of its own,
+    on which replay calibrates itself; None where the host's is that of the ranks.
     """
 
     storage: Dtype
@@ -293,6 +297,7 @@ class Numerics:
     autocast: Dtype | None = None
     semantics: Literal["fsdp1", "fsdp2", ""] = ""
     replayable: bool = True
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

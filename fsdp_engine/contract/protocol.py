@@ -41,9 +41,9 @@ class Capabilities:
     patience: float = 1.0
 
 
-DeviceName: TypeAlias = Literal["cpu", "sim"]
+DeviceName: TypeAlias = Literal["cpu", "sim", "cuda"]
 DEVICES: tuple[DeviceName, ...] = get_args(DeviceName)
-"""What ranks can compute on: the host, or the simulated accelerator."""
+"""What ranks can compute on: the host, the simulated accelerator, or the machine's GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

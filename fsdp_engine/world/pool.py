@@ -9,6 +9,7 @@ from typing import Self
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
+from fsdp_engine.world.device import settle
 from fsdp_engine.world.wire import AskTables
 from fsdp_engine.world.world import World
 
@@ -17,10 +18,12 @@ class WorldPool:
     """A `Run` over one warm world, as large as the largest case so far.
 
     A world that saw an exception, a death or a timeout is ended and replaced. `engine` is a
-    registered name or `package.module:Class`, `device` a name of `world.device`.
+    registered name or `package.module:Class`, `device` one of `DEVICES`: this process computes as
+    ranks do there from now on. Raises `AcceleratorError` where this machine has no such device.
     """
 
     def __init__(self, engine: str, *, case_timeout_s: float = 12.0, device: str = "cpu") -> None:
+        settle(device)
         self._engine = engine
         self._case_timeout_s = case_timeout_s
         self._device = device

@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp_engine.contract.errors import AcceleratorError, WorldError
+from fsdp_engine.world.environment import INSIDE, environment
 
 START_TIMEOUT_S = 120.0
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _PR_SET_PDEATHSIG = 1
-
-INSIDE = "FSDP_PROPERTIES_INSIDE"
-"""Set in the environment of the process that forks ranks, and so in theirs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,16 +267,6 @@ def start(device: str) -> Zygote:
         # Without this, a script that is imported by accident would start zygotes without end.
         raise WorldError("a rank, or the process that forks ranks, may not start worlds itself")
     here, there = socket.socketpair()
-    search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = os.environ | {
-        "PYTHONPATH": search_path,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        **_interface(),
-        "TORCH_GLOO_LAZY_INIT": "1",  # ranks that never talk to each other do not connect
-        INSIDE: "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     # Created with mode 0700: nobody else may connect.
     address = str(Path(tempfile.mkdtemp(prefix="fsdp-zygote-")) / "address")
     arguments = [str(there.fileno()), address, device]
@@ -287,7 +274,7 @@ def start(device: str) -> Zygote:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fsdp_engine.world.zygote", *arguments],
             pass_fds=[there.fileno()],
-            env=environment,
+            env=environment(device),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -303,13 +290,6 @@ def start(device: str) -> Zygote:
         started.stop()
         raise WorldError(f"the process that forks ranks did not start (exit {code})") from error
     return started
-
-
-def _interface() -> dict[str, str]:
-    """The loopback, unless this is a job on several machines: there it is the user's or gloo's."""
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    local = master in ("localhost", "127.0.0.1", "::1")
-    return {"GLOO_SOCKET_IFNAME": _LOOPBACK} if local else {}
 
 
 def message_line(request: object) -> bytes:

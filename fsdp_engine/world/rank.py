@@ -62,6 +62,7 @@ def serve(
     torch.set_num_interop_threads(1)
     commands = wires.commands
     try:
+        device.enter(rank)
         engine = load_engine(engine_name)
     except BaseException as error:
         wire.send(commands, _failed(error, num_collectives=0))
@@ -107,12 +108,13 @@ def _run(
         reason = engine.supports(case)
         if reason is not None:
             return wire.Unsupported(reason=reason)
-        numerics = engine.numerics(case) if rank == 0 else None
+        size = case.mesh.world_size
+        numerics = device.numerics(engine.numerics(case), size) if rank == 0 else None
         _join(command.store, case, rank, device)
         context = RankContext(
             rank=rank,
-            world_size=case.mesh.world_size,
-            device=device.torch_name,
+            world_size=size,
+            device=device.torch_name(rank),
             directory=command.files,
         )
         with tap.listening(recorder):
@@ -151,7 +153,10 @@ def _missing_action(engine: Engine, case: Case) -> str | None:
 def _join(store: str, case: Case, rank: int, device: Device) -> None:
     world_size = case.mesh.world_size
     dist.init_process_group(
-        device.backend, store=_store(store, world_size), rank=rank, world_size=world_size
+        device.backend(world_size),
+        store=_store(store, world_size),
+        rank=rank,
+        world_size=world_size,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Self
 from fsdp_engine.contract.actions import CHECKPOINT_ACTIONS
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import (
+    AcceleratorError,
     EngineLoadError,
     EngineRaised,
     NotOffered,
@@ -138,6 +139,8 @@ class World:
     def _await_ready(self) -> None:
         replies, dead = self._collect(range(self.size), deadline=time.monotonic() + START_TIMEOUT_S)
         for rank, reply in sorted(replies.items()):
+            if isinstance(reply, wire.Failed) and reply.error == AcceleratorError.__name__:
+                raise AcceleratorError(reply.message)
             if isinstance(reply, wire.Failed):
                 raise EngineLoadError(_load_message(self.engine, reply))
             if not isinstance(reply, wire.Ready):

@@ -32,7 +32,7 @@ from typing import Any, NoReturn, get_args
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.model import Family, Model
 from fsdp_engine.workload.models import parameter_names
-from fsdp_engine.world.device import Device
+from fsdp_engine.world.device import Device, check_asleep
 from fsdp_engine.world.device import prepare as prepare_device
 from fsdp_engine.world.paths import output_path
 from fsdp_engine.world.processes import die_with_parent
@@ -60,14 +60,10 @@ def main(control_fd: int, address: str, device_name: str) -> None:
     """Serve fork requests until the controller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides; ranks end with it
     try:
-        # Before anything that is imported asks torch for its accelerator.
-        device = prepare_device(device_name)
+        device = prepare_all(device_name)
     except AcceleratorError as error:
         _tell(socket.socket(fileno=control_fd), {"refused": str(error)})
         return
-    for name in (*PRELOAD, *_of_installed_engines()):
-        importlib.import_module(name)
-    _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a rank need not look at any of this
     tap = prepare()
@@ -78,6 +74,21 @@ def main(control_fd: int, address: str, device_name: str) -> None:
             _Nursery(socket.socket(fileno=control_fd), tap, device, listener).live()
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)
+
+
+def prepare_all(device_name: str) -> Device:
+    """The device, and everything imported and built once that a case needs.
+
+    Raises:
+        AcceleratorError: the device cannot be had, or not by forks of this process.
+    """
+    # Before anything that is imported asks torch for its accelerator.
+    device = prepare_device(device_name)
+    for name in (*PRELOAD, *_of_installed_engines()):
+        importlib.import_module(name)
+    _warm_up()
+    check_asleep()
+    return device
 
 
 def _of_installed_engines() -> list[str]:

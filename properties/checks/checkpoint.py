@@ -8,7 +8,7 @@ from fsdp_engine.contract.observation import Observation, StateRecord, TrainReco
 from fsdp_engine.contract.protocol import Run
 from oracles.assembly import replica_mismatches
 from oracles.evaluation import Evaluator
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.learning_rate import rate_mismatches
 from oracles.metamorphic import first_difference, left_mismatches, without
 from oracles.moments import Snapshot, moments

@@ -11,12 +11,8 @@ from fsdp_engine.contract.protocol import Run
 from oracles.communication import predict_levels, predict_reductions
 from oracles.compare import compare_exact, compare_within
 from oracles.evaluation import Evaluator
-from oracles.gradients import (
-    ActionGradients,
-    Findings,
-    judge,
-    observed_gradients,
-)
+from oracles.findings import Findings
+from oracles.gradients import ActionGradients, judge, observed_gradients
 from oracles.records import TrainAction, gates, train_actions
 from oracles.verdict import NOT_REPLAYABLE, Mismatch, Verdict, combine, exactly, not_applicable
 
@@ -76,7 +72,10 @@ def _agreement(eager: ActionGradients, deferred: ActionGradients) -> Verdict:
         allowed = wanted.allowed(name) + allowed_by.allowed(name)
         if allowed_by.numerics.deferred:
             allowed = allowed + wanted.accumulation_allowed(name)
-        findings.add(compare_within(deferred.got(name), eager.got(name), allowed, where=where))
+        findings.add(
+            compare_within(deferred.got(name), eager.got(name), allowed, where=where),
+            spread=wanted.spread(name) + allowed_by.spread(name),
+        )
         exact = wanted.exact[name] & allowed_by.exact[name]
         findings.add(compare_exact(deferred.got(name), eager.got(name), exact, where=where))
     return findings.verdict("exact" if wanted.certified and allowed_by.certified else "rigorous")

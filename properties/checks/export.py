@@ -19,7 +19,7 @@ from fsdp_engine.contract.protocol import Run
 from oracles.bitwise import array_mismatches, part_mismatches
 from oracles.evaluation import Evaluator
 from oracles.export import predict
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.metamorphic import first_difference, told_mismatches, without
 from oracles.moments import moments
 from oracles.taking import Taking, writes
@@ -38,13 +38,13 @@ def match_oracle(case: Case, run: Run) -> Verdict:
     if not _exports(case):
         return not_applicable("the program exports nothing")
     observation = run(case)
-    device = observation.ranks[0].device
+    devices = tuple(rank.device for rank in observation.ranks)
     findings = Findings()
     held: Taking | None = None
     for moment in moments(Evaluator(case), observation):
         if isinstance(moment.action, Export):
             wanted = predict(case, moment.before.weights, moment.action)
-            taking = Taking(wanted=wanted, device=device, num_ranks=len(moment.records))
+            taking = Taking(wanted=wanted, devices=devices)
             taking.judge(moment, findings)
             held = taking if moment.action.drain == "hold" else held
         elif isinstance(moment.action, Resume):

@@ -9,7 +9,8 @@ from fsdp_engine.contract.protocol import Run
 from fsdp_engine.workload.models import unit_names, unit_of
 from oracles.bitwise import part_mismatches
 from oracles.evaluation import Evaluator
-from oracles.gradients import Findings, judge, observed_gradients
+from oracles.findings import Findings
+from oracles.gradients import judge, observed_gradients
 from oracles.inference import judge_inference
 from oracles.metamorphic import left_mismatches
 from oracles.moments import Moment, moments

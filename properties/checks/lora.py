@@ -16,7 +16,7 @@ from oracles.arrays import array_of, tensor_of
 from oracles.bitwise import array_mismatches
 from oracles.evaluation import Evaluator, Weights
 from oracles.export import predict_initial, predict_trained
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.inference import judge_inference
 from oracles.metamorphic import told_mismatches
 from oracles.moments import Moment, moments

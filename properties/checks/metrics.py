@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.protocol import Run
 from oracles.evaluation import Evaluator
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.metrics import judge_loss, metric_mismatches, reports_anything
 from oracles.moments import moments
 from oracles.plans import plan_mismatches
@@ -34,7 +34,7 @@ def match_oracle(case: Case, run: Run) -> Verdict:
         if findings.mismatches or not observation.numerics.replayable:
             continue
         loss = judge_loss(evaluator, observation.numerics, action, moment.before.weights)
-        findings.include(loss.mismatches, loss.margin)
+        findings.include(loss.mismatches, loss.margin, widened=loss.widened)
     if not judged:
         return not_applicable("the engine reports no loss and no counts")
     return findings.verdict("rigorous")

@@ -11,12 +11,8 @@ from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.protocol import Run
 from oracles.compare import compare_exact
 from oracles.evaluation import Evaluator
-from oracles.gradients import (
-    ActionGradients,
-    Findings,
-    judge,
-    observed_gradients,
-)
+from oracles.findings import Findings
+from oracles.gradients import ActionGradients, judge, observed_gradients
 from oracles.truth import Truth
 from oracles.verdict import NOT_REPLAYABLE, Verdict, combine, exactly, not_applicable
 

@@ -11,7 +11,7 @@ from fsdp_engine.contract.protocol import Run
 from oracles.assembly import replica_mismatches
 from oracles.clipping import clip_factor, clipped
 from oracles.evaluation import Evaluator
-from oracles.gradients import Findings
+from oracles.findings import Findings
 from oracles.learning_rate import rate_mismatches
 from oracles.norm import NormAllowance, allowance_of, exact_norm, norm_mismatches
 from oracles.stepping import (
@@ -142,7 +142,8 @@ def _judge_replayed_norm(
         return
     norm, off_by = replayed_norm(evaluator, observation.numerics, step, local)
     where = f"{step} norm, against the mean of the ranks' own gradients"
-    findings.include(*norm_mismatches(where, _number(step.norms[0]), norm, bound, off_by=off_by))
+    found = norm_mismatches(where, _number(step.norms[0]), norm, bound, off_by=off_by)
+    findings.include(*found, widened=bool(local.spread))
 
 
 def _judge_clip(findings: Findings, case: Case, observation: Observation, step: Step) -> None:

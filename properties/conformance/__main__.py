@@ -20,7 +20,7 @@ import pytest
 
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.registry import registered
-from properties.catalog import PROPERTIES, load_check
+from properties.catalog import descriptions
 from properties.conformance.page import page
 from properties.conformance.runs import EngineRun, to_json
 from properties.profiles import PROFILES
@@ -99,13 +99,6 @@ def read_run(name: str, report: Path, log: Path, *, exit_code: int) -> EngineRun
     if exit_code == pytest.ExitCode.USAGE_ERROR:
         reason, content = " ".join(line.removeprefix("ERROR: ") for line in errors), None
     return EngineRun(engine=name, report=content, reason=reason, exit_code=exit_code)
-
-
-def descriptions() -> dict[str, str]:
-    """A sentence for every property: what its check says it promises."""
-    return {
-        name: (load_check(name).__doc__ or "").strip().partition("\n")[0] for name in PROPERTIES
-    }
 
 
 def _in_words(run: EngineRun) -> str:

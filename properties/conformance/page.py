@@ -15,7 +15,7 @@ from properties.conformance.markup import MARKS, TITLES, cases, link, text
 from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
 
 _SMALL, _LARGE = 0.001, 1e6
-_STYLE = Path(__file__).with_name("style.css")
+STYLE = Path(__file__).with_name("style.css")
 
 
 def page(runs: Sequence[EngineRun], descriptions: Mapping[str, str]) -> str:
@@ -56,7 +56,7 @@ def _head(ran: Sequence[EngineRun]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<title>Conformance of FSDP training engines</title>"
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
+        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
         "<h1>Conformance of FSDP training engines</h1>"
         "<p>Sharding must not change training. "
         f"{len(ran)} engines, {judged:,} cases judged on real ranks. "

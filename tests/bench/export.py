@@ -110,11 +110,13 @@ def _serve(folder: str, rounds: int, rank: int) -> None:
     torch.set_num_threads(1)
     device = prepare("sim")
     store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    dist.init_process_group(device.backend, store=store, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group(
+        device.backend(WORLD_SIZE), store=store, rank=rank, world_size=WORLD_SIZE
+    )
     found: dict[str, dict[str, Any]] = {}
     for strategy in get_args(Strategy):
         case = small_case(shape=(WORLD_SIZE,), model=MODEL, strategy=strategy)
-        engine = _engine(case, torch.device(device.torch_name))
+        engine = _engine(case, torch.device(device.torch_name(rank)))
         for staging in ("skip", "force"):
             counted = _count(engine, Export(staging=staging), rounds)
             name = f"{strategy} {'staged' if staging == 'force' else 'unstaged'}"

@@ -28,8 +28,8 @@ from properties.covering import FACTORS, Axes, is_possible
 from properties.known_issues import KNOWN_ISSUES, known_issue
 from properties.outcome import Watched, ending_of
 from properties.profiles import PROFILES
-from properties.report import Tally
 from properties.repro import write_repro
+from properties.tally import Tally
 from tests.detection.search import Searching, SuiteTest, suite_tests
 
 CASES_PER_LOT = 10

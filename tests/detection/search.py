@@ -19,8 +19,8 @@ from properties.catalog import Check, property_id
 from properties.covering import Axes, RowFilter
 from properties.outcome import ending_of
 from properties.profiles import Profile
-from properties.report import Tally
 from properties.suite import Search, Suite
+from properties.tally import Tally
 
 Item: TypeAlias = Axes | Case
 

@@ -16,7 +16,7 @@ from fsdp_engine.contract.protocol import Run
 from properties.catalog import Check, property_id
 from properties.judge import MAX_HANGS, PropertyFailure, failure_class
 from properties.outcome import ending_of
-from properties.report import Tally
+from properties.tally import Tally
 from tests.detection.search import Item, Searching, SuiteTest
 
 
