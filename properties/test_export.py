@@ -15,7 +15,7 @@ def test_match_oracle(case: Case, judge: Judge) -> None:
     judge(export.match_oracle, case)
 
 
-@over_rows(adapted_cases, where=can_have_adapter, given=False, times=1 / 2)
+@over_rows(adapted_cases, where=can_have_adapter, given=False)
 def test_adapted_match_oracle(case: Case, judge: Judge) -> None:
     judge(export.match_oracle, case)
 
