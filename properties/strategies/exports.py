@@ -35,8 +35,8 @@ def takes(draw: DrawFn, setting: Setting) -> Export:
 def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
     """Whole exports at the end, and before them, in half of the programs, one over a step.
 
-    With an adapter they are that of the adapter, which comes at the start as well, and of the
-    merged weights, once not to its end.
+    With an adapter they are that of the adapter, which comes at the start as well, of the base, and
+    of the merged weights, once not to its end.
     """
     is_odd = len(actions) % 2 == 1
     over_step: list[Action] = [
@@ -55,6 +55,7 @@ def with_an_export(actions: list[Action], setting: Setting) -> list[Action]:
         *actions,
         Export(weights="adapter", layered=is_odd),
         Export(weights="merged", drain="raise" if is_odd else "close", after=1),
+        Export(weights="base"),
         Export(weights="merged", unfuse=setting.fuses),
     ]
 
