@@ -49,7 +49,7 @@ def model_bytes(case: Case, numerics: Numerics, places: Places) -> int:
 
 def parameter_bytes(case: Case, numerics: Numerics) -> int:
     """A rank's parts of all parameters, with padding; reduced gradients take as much."""
-    elements = sum(_elements(case, numerics, unit.parameters) for unit in unit_layouts(case))
+    elements = _all_elements(case, numerics)
     return elements // case.mesh.shards * ITEM_SIZE[numerics.storage]
 
 
@@ -61,11 +61,16 @@ def gradient_bytes(case: Case, numerics: Numerics) -> int:
 def behind_backward(case: Case, numerics: Numerics, held: Held, *, last: bool) -> int:
     """What gradients and gathered parameters take after a backward, beside what rests.
 
-    `held` is what the wrapper keeps then; `last`: the micro-batch is the batch's last one.
+    `held` is what the wrapper keeps then; `last`: the micro-batch is the batch's last one. FSDP1
+    that does not shard keeps gradients that wait where it keeps reduced ones, in the compute dtype.
     """
-    synced = last or not case.engine.deferred
-    reduced = gradient_bytes(case, numerics) if synced else 0
-    return held.gradient_bytes + held.parameter_bytes + reduced
+    if last or not case.engine.deferred:
+        own = gradient_bytes(case, numerics)
+    elif numerics.semantics == "fsdp1" and case.mesh.shards == 1:
+        own = _all_elements(case, numerics) * ITEM_SIZE[numerics.compute]
+    else:
+        own = 0
+    return held.gradient_bytes + held.parameter_bytes + own
 
 
 def optimizer_bytes(case: Case, rank: RankObservation) -> int:
@@ -84,6 +89,10 @@ def batch_bytes(case: Case, batch: int, rank: int, indices: tuple[int, ...]) -> 
     wide = 1 if case.model.takes_tokens else case.model.width
     per_token = wide + 2 + case.model.vocab * 3 + 3
     return 8 * (tokens * per_token + len(indices) + 4)
+
+
+def _all_elements(case: Case, numerics: Numerics) -> int:
+    return sum(_elements(case, numerics, unit.parameters) for unit in unit_layouts(case))
 
 
 def _elements(case: Case, numerics: Numerics, parameters: tuple[ParameterLayout, ...]) -> int:
