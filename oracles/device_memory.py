@@ -8,12 +8,14 @@ element. Gradients that were reduced take as much as the parameters of their uni
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from fsdp_engine.contract.actions import Export
+from fsdp_engine.contract.actions import BATCH_ACTIONS, Export, Train
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation
+from fsdp_engine.contract.observation import LocalArray, Numerics, RankObservation, TrainRecord
 from oracles.memory import Held
-from oracles.placement import Places
+from oracles.placement import Places, resting_places
 from oracles.sharding import (
     ITEM_SIZE,
     ParameterLayout,
@@ -30,6 +32,14 @@ OWN_NUMBERS = 16
 """Bytes of numbers an engine may keep for itself: FSDP1 keeps a zero that its norm begins with."""
 
 
+def has_footprint(case: Case) -> bool:
+    """Whether `oracles.footprint` speaks of the case: it is sharded, and no value decides a size.
+
+    How many tokens an expert has is up to the weights.
+    """
+    return case.mesh.shards > 1 and case.model.family != "mixtral"
+
+
 def is_predicted(case: Case, numerics: Numerics) -> bool:
     """Whether the functions below speak of the case."""
     model = case.model
@@ -38,6 +48,47 @@ def is_predicted(case: Case, numerics: Numerics) -> bool:
     acts = all(action.kind in kinds for action in case.program)
     held = any(isinstance(a, Export) and a.drain == "hold" for a in case.program)
     return bool(numerics.semantics) and plain and acts and not held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One training action on one rank, and the bytes that are on the device all through its passes.
+
+    `kept` are those behind the action, without gradients. `first`: nothing has run before it.
+    """
+
+    place: str
+    action: Train
+    record: TrainRecord
+    resting: int
+    kept: int
+    first: bool
+
+
+def trainings(case: Case, numerics: Numerics, rank: RankObservation) -> Iterator[Training]:
+    """The training actions, in order.
+
+    What rests on the host is on the device meanwhile: the model all the time, the optimizer's
+    state only while it steps. FSDP2's policy leaves both there.
+    """
+    hosted = case.engine.offload_policy
+    model = model_bytes(case, numerics, Places(model=hosted, buffers=False, optimizer=hosted))
+    places = resting_places(case)
+    moments = 0
+    for index, (action, record) in enumerate(zip(case.program, rank.records, strict=True)):
+        if isinstance(action, Train) and isinstance(record, TrainRecord):
+            before = moments
+            if record.stepped:
+                moments = optimizer_bytes(case, rank)
+            at_rest = places[index].optimizer
+            yield Training(
+                place=f"action {index} (train) rank {rank.rank} bytes on the device",
+                action=action,
+                record=record,
+                resting=model + (0 if at_rest else before),
+                kept=model + (0 if at_rest else moments),
+                first=not any(isinstance(a, BATCH_ACTIONS) for a in case.program[:index]),
+            )
 
 
 def model_bytes(case: Case, numerics: Numerics, places: Places) -> int:

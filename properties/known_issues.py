@@ -279,7 +279,11 @@ _GATHERED = tuple(
         must=programs.trains_after_inference,
         ends=("Failed",),
         says=("bytes on the device",),
-        properties=("device-memory-matches-oracle", "tensors-rest-where-asked"),
+        properties=(
+            "device-memory-matches-oracle",
+            "device-peak-matches-oracle",
+            "tensors-rest-where-asked",
+        ),
         must_in=("device-memory-matches-oracle",),
     )
     for version, place in (
@@ -311,8 +315,9 @@ ON_DEVICE = (
         hits=partial(programs.trains_again, at_once=False),
         must=partial(programs.trains_again, at_once=True),
         ends=("Failed",),
-        says=("bytes on the device before",),
-        properties=("device-memory-matches-oracle",),
+        says=("bytes on the device before", "bytes on the device at most in forward"),
+        properties=("device-memory-matches-oracle", "device-peak-matches-oracle"),
+        must_in=("device-memory-matches-oracle",),
     ),
 )
 
