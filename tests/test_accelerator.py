@@ -15,6 +15,7 @@ import torch
 
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.world.accelerator import build
+from fsdp_engine.world.accelerator.device import install
 from tests.accelerator_checks import CHECKS
 
 NO_COMPILER = "needs a C++ compiler"
@@ -75,6 +76,14 @@ def test_a_torch_that_was_not_tested_is_named_where_the_source_does_not_compile(
     told = r"could not be built for torch 2\.99\.0 \(it is tested with 2\.13"
     with pytest.raises(AcceleratorError, match=told):
         build.load()
+
+
+def test_a_torch_that_is_built_for_another_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(AcceleratorError, match=r"is built for cuda .* build for the CPU alone"):
+        install()
 
 
 def test_the_library_is_kept_by_torch_and_source(
