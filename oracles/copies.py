@@ -68,7 +68,7 @@ def _of_training(
         allowed["backward", _OUT] += passes
     found: Bounds = {key: (NOTHING, most) for key, most in allowed.items()}
     moved, gradients = _model_moves(case, rank, places)
-    left = gradients if _has_gradients(rank, index) else NOTHING
+    left = gradients if _has_gradients(case, rank, index) else NOTHING
     found["enter", _IN] = moved, moved + left
     found["leave", _OUT] = moved, moved + (NOTHING if record.stepped else gradients)
     found["enter", _OUT] = found["leave", _IN] = NOTHING, NOTHING
@@ -101,7 +101,7 @@ def _of_export(
 
 def _of_move(case: Case, action: Move, rank: RankObservation, index: int, places: Places) -> Bounds:
     hosted = action.to == "host"
-    gradients = parameters(case, rank) if _has_gradients(rank, index) else NOTHING
+    gradients = parameters(case, rank) if _has_gradients(case, rank, index) else NOTHING
     least = most = NOTHING
     if action.model and places.model != hosted:
         least = whole_model(case, rank)
@@ -120,8 +120,12 @@ def _model_moves(case: Case, rank: RankObservation, places: Places) -> tuple[All
     return whole_model(case, rank), parameters(case, rank)
 
 
-def _has_gradients(rank: RankObservation, index: int) -> bool:
-    return bool(rank.resting[index].gradients)
+def _has_gradients(case: Case, rank: RankObservation, index: int) -> bool:
+    """Before an action. FSDP1's flat gradient is also where a rank has no part of what trains."""
+    if rank.resting[index].gradients:
+        return True
+    trained = [r for r in rank.records[:index] if isinstance(r, TrainRecord)]
+    return case.engine.strategy == "fsdp1" and bool(trained) and not trained[-1].stepped
 
 
 def _state_before(rank: RankObservation, index: int) -> Allowed:

@@ -59,6 +59,7 @@ PROPERTIES: dict[str, str] = {
     "tensors-rest-where-asked": "properties.checks.offload:rests_where_asked",
     "offload-changes-nothing": "properties.checks.offload:offload_changes_nothing",
     "device-memory-matches-oracle": "properties.checks.device:memory_matches",
+    "device-peak-matches-oracle": "properties.checks.device:peaks_match",
     "device-copies-are-needed": "properties.checks.device:copies_are_needed",
     "device-order-is-kept": "properties.checks.device:order_is_kept",
 }

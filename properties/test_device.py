@@ -7,13 +7,18 @@ from properties.checks import device, offload
 from properties.judge import Judge
 from properties.strategies.cases import exporting_cases, inferring_cases, stepping_cases
 from properties.strategies.offload import offloaded, residing_cases
-from properties.strategies.regions import with_predicted_bytes
+from properties.strategies.regions import with_predicted_bytes, with_predicted_peaks
 from properties.suite import over_rows
 
 
 @over_rows(offloaded(stepping_cases), where=with_predicted_bytes, on_device=("sim",))
 def test_memory(case: Case, judge: Judge) -> None:
     judge(device.memory_matches, case)
+
+
+@over_rows(offloaded(stepping_cases), where=with_predicted_peaks, on_device=("sim",))
+def test_peaks(case: Case, judge: Judge) -> None:
+    judge(device.peaks_match, case)
 
 
 @over_rows(offloaded(exporting_cases), on_device=("sim",))

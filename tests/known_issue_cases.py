@@ -119,6 +119,12 @@ SHOWN = (
         found_by="device-order-is-kept",
         device="sim",
     ),
+    Shown(
+        id="fsdp1-gradients-outlive-zero-grad",
+        case=case_of("fsdp1", Train(), NEXT),
+        found_by="device-memory-matches-oracle",
+        device="sim",
+    ),
     Shown(id="fsdp1-one-shard-never-averages", case=case_of("fsdp1", mesh=(2, 1))),
     Shown(
         id="fsdp1-one-shard-never-averages",

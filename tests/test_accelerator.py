@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.world.accelerator import build
+from fsdp_engine.world.accelerator.device import install
 from fsdp_engine.world.device import ENVIRONMENTS
 from tests.accelerator_checks import CHECKS
 
@@ -62,6 +64,27 @@ def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(
     with pytest.raises(AcceleratorError, match=r"could not be built:\n.*device\.cpp:1"):
         build.load()
     assert not build.library_path().exists()
+
+
+def test_a_torch_that_was_not_tested_is_named_where_the_source_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "device.cpp"
+    source.write_text("this is no C++\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    told = r"could not be built for torch 2\.99\.0 \(it is tested with 2\.13"
+    with pytest.raises(AcceleratorError, match=told):
+        build.load()
+
+
+def test_a_torch_that_is_built_for_another_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(AcceleratorError, match=r"is built for cuda .* build for the CPU alone"):
+        install()
 
 
 def test_the_library_is_kept_by_torch_and_source(

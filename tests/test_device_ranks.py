@@ -13,6 +13,8 @@ from fsdp_engine.contract.case import Case, Optimizer, Strategy
 from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
+from oracles.device_memory import trainings
+from oracles.footprint import footprints
 from oracles.metamorphic import first_difference, whole
 from oracles.records import PASSES
 from tests.small_cases import small_case
@@ -92,6 +94,49 @@ def test_the_same_case_holds_the_same_bytes_every_time(device: WorldPool) -> Non
     assert device(case) == first
     assert device.fresh(case) == first
     assert all(rank.built_bytes > 0 for rank in first.ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("zero3", [True, False])
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "model", "policy"),
+    [
+        ((2,), replace(MLP, width=6, hidden=10, bias=True), "fp32"),
+        ((3,), TIED, "fp32/bf16/fp32"),
+        ((2, 2), Model(family="qwen2", units=2), "bf16/bf16/fp32"),
+    ],
+)
+def test_peaks_are_met_to_the_byte(  # noqa: PLR0917  a row of the table
+    device: WorldPool,
+    strategy: Strategy,
+    zero3: bool,  # noqa: FBT001
+    deferred: bool,  # noqa: FBT001
+    shape: tuple[int, ...],
+    model: Model,
+    policy: str,
+) -> None:
+    """But for two scalars, the loss of a micro-batch and of the one before."""
+    case = small_case(shape=shape, model=model, policy=policy, strategy=strategy, deferred=deferred)
+    engine = replace(case.engine, reshard_after_forward=zero3)
+    optimizer = Optimizer(kind="adamw")
+    case = replace(case, engine=engine, optimizer=optimizer, program=(Train(step=True), Train()))
+    observation = device(case)
+    beside = []
+    for rank in observation.ranks:
+        for training in trainings(case, observation.numerics, rank):
+            passes = footprints(
+                case,
+                observation.numerics,
+                batch=0,
+                rank=rank.rank,
+                plan=training.record.plan,
+                first=training.first,
+            )
+            predicted = [most for found in passes for most in (found.forward, found.backward)]
+            got = [sample.device_peak for sample in training.record.residency]
+            beside += [g - p - training.resting for g, p in zip(got, predicted, strict=True)]
+    assert all(0 <= difference <= 8 for difference in beside), beside
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

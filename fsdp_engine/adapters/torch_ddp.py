@@ -94,4 +94,4 @@ class DdpTrainee(PlainTrainee):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  nothing to stage
-        return full_copies(self.module.state_dict())
+        return full_copies(self.module.state_dict(), self.device)

@@ -132,7 +132,7 @@ class Fsdp1Trainee(PlainTrainee):
         with FullyShardedDataParallel.state_dict_type(
             self.module, StateDictType.FULL_STATE_DICT, config
         ):
-            return full_copies(self.module.state_dict())
+            return full_copies(self.module.state_dict(), self.device)
 
 
 class Fsdp2Trainee(PlainTrainee):
@@ -154,14 +154,20 @@ class Fsdp2Trainee(PlainTrainee):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def export(self, action: Export) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  nothing to stage
-        return full_copies(self.module.state_dict())
+        return full_copies(self.module.state_dict(), self.device)
 
 
-def full_copies(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All of it at once: what a state dict holds is the weights themselves, which a step moves."""
+def full_copies(state: dict[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """All of it at once: what a state dict holds is the weights themselves, which a step moves.
+
+    On the device: one rank alone has nothing to gather, so what rests on the host is full there.
+    """
     return iter(
         [
-            (plain_name(name), (t.full_tensor() if isinstance(t, DTensor) else t).clone())
+            (
+                plain_name(name),
+                (t.full_tensor() if isinstance(t, DTensor) else t).to(device, copy=True),
+            )
             for name, t in state.items()
         ]
     )

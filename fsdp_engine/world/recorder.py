@@ -117,6 +117,8 @@ class Recorder:
         """Outside forward and backward collectives belong to `phase`; `plan` ends there."""
         before, self.phase = self.phase, phase
         self._in_pass = phase == "plan"
+        if self._in_pass:
+            self._device.take_peak()  # what was done before is no pass's
         self._after_backward = False
         try:
             yield

@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp_engine.contract.actions import Train
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.observation import (
     Copy,
     InferRecord,
     Numerics,
     RankObservation,
-    TrainRecord,
 )
 from fsdp_engine.contract.protocol import Run
 from oracles.copies import Bounds, needed
 from oracles.device_memory import (
     OWN_NUMBERS,
+    Training,
     batch_bytes,
     behind_backward,
     gradient_bytes,
+    has_footprint,
     is_predicted,
     model_bytes,
-    optimizer_bytes,
+    trainings,
 )
+from oracles.footprint import footprints
 from oracles.memory import predict_held
 from oracles.metamorphic import first_difference, whole
-from oracles.placement import Places, resting_places
+from oracles.placement import resting_places
 from oracles.transfers import crossings
 from oracles.verdict import Mismatch, Verdict, exactly, not_applicable
 
@@ -40,9 +41,7 @@ _ON_THE_HOST = "the host has no memory, copies or streams of its own"
 def memory_matches(case: Case, run: Run) -> Verdict:
     """Bytes held on the device: after the build, before and after every training action.
 
-    They are those of the oracle, but for a few numbers that the engine keeps for itself. What rests
-    on the host is on the device during the action: the model all the time, the optimizer's state
-    only while it steps.
+    They are those of the oracle, but for a few numbers that the engine keeps for itself.
 
     After every backward they are those before, the gradients that wait or were reduced and what
     the wrapper holds in full, and no more beside them than the micro-batch itself.
@@ -55,46 +54,62 @@ def memory_matches(case: Case, run: Run) -> Verdict:
     built = model_bytes(case, observation.numerics, resting_places(case)[0])
     mismatches: list[Mismatch] = []
     for rank in observation.ranks:
-        where = f"rank {rank.rank} bytes on the device"
-        mismatches += _bytes(f"{where} after the build", rank.built_bytes, built)
-        mismatches += _training_bytes(case, observation.numerics, rank, where)
+        where = f"rank {rank.rank} bytes on the device after the build"
+        mismatches += _bytes(where, rank.built_bytes, built)
+        mismatches += _training_bytes(case, observation.numerics, rank)
     return exactly(mismatches)
 
 
-def _training_bytes(
-    case: Case, numerics: Numerics, rank: RankObservation, where: str
-) -> Iterator[Mismatch]:
-    hosted = case.engine.offload_policy
-    model = model_bytes(case, numerics, Places(model=hosted, buffers=False, optimizer=hosted))
-    reduced = gradient_bytes(case, numerics)
-    places = resting_places(case)
-    moments = 0
-    for index, record in enumerate(rank.records):
-        action = case.program[index]
-        if not (isinstance(record, TrainRecord) and isinstance(action, Train)):
-            continue
-        place = f"action {index} (train) {where}"
-        resting = model + (0 if places[index].optimizer else moments)
-        yield from _bytes(f"{place} before", record.device_bytes[0], resting)
+def _training_bytes(case: Case, numerics: Numerics, rank: RankObservation) -> Iterator[Mismatch]:
+    for training in trainings(case, numerics, rank):
+        action, record, place = training.action, training.record, training.place
+        yield from _bytes(f"{place} before", record.device_bytes[0], training.resting)
         gated = (True,) * len(record.plan)
         held = predict_held(case, numerics, gated, deferred=case.engine.deferred)
         for sample, wanted in zip(record.residency, held, strict=True):
-            if sample.moment != "after_backward":
-                continue
-            last = sample.micro_batch == len(record.plan) - 1
-            floor = resting + behind_backward(case, numerics, wanted, last=last)
-            indices = record.plan[sample.micro_batch]
-            room = batch_bytes(case, action.batch, rank.rank, indices) + OWN_NUMBERS
-            if not floor <= sample.device_bytes <= floor + room:
-                yield Mismatch(
-                    where=f"{place} after backward of micro-batch {sample.micro_batch}",
-                    got=f"{sample.device_bytes}",
-                    wanted=f"{floor}, and at most {room} of the micro-batch itself",
-                )
-        if record.stepped:
-            moments = optimizer_bytes(case, rank)
-        after = model + (0 if places[index].optimizer else moments) + reduced
+            if sample.moment == "after_backward":
+                last = sample.micro_batch == len(record.plan) - 1
+                floor = training.resting + behind_backward(case, numerics, wanted, last=last)
+                indices = record.plan[sample.micro_batch]
+                room = batch_bytes(case, action.batch, rank.rank, indices) + OWN_NUMBERS
+                where = f"{place} after backward of micro-batch {sample.micro_batch}"
+                yield from _bytes(where, sample.device_bytes, floor, room=room)
+        after = training.kept + gradient_bytes(case, numerics)
         yield from _bytes(f"{place} after", record.device_bytes[1], after)
+
+
+def peaks_match(case: Case, run: Run) -> Verdict:
+    """The most bytes at once within every forward and every backward of a training action.
+
+    At least those of `oracles.footprint`, and at most what Python may hold of this micro-batch and
+    the one before beside them.
+    """
+    observation = run(case)
+    if observation.ranks[0].device == "cpu":
+        return not_applicable(_ON_THE_HOST)
+    if not is_predicted(case, observation.numerics) or not has_footprint(case):
+        return not_applicable("no wrapper, program or model whose peaks are predicted")
+    mismatches: list[Mismatch] = []
+    for rank in observation.ranks:
+        for training in trainings(case, observation.numerics, rank):
+            mismatches += _peaks(case, observation.numerics, rank.rank, training)
+    return exactly(mismatches)
+
+
+def _peaks(case: Case, numerics: Numerics, rank: int, training: Training) -> Iterator[Mismatch]:
+    batch, plan = training.action.batch, training.record.plan
+    predicted = footprints(case, numerics, batch=batch, rank=rank, plan=plan, first=training.first)
+    sizes = [0, *(batch_bytes(case, batch, rank, indices) for indices in plan)]
+    for sample in training.record.residency:
+        number = sample.micro_batch
+        phase = "forward" if sample.moment == "after_forward" else "backward"
+        beside = getattr(predicted[number], phase)
+        yield from _bytes(
+            f"{training.place} at most in {phase} of micro-batch {number}",
+            sample.device_peak,
+            training.resting + beside,
+            room=sizes[number] + sizes[number + 1] + 2 * OWN_NUMBERS,
+        )
 
 
 def copies_are_needed(case: Case, run: Run) -> Verdict:
@@ -154,7 +169,8 @@ def order_is_kept(case: Case, run: Run) -> Verdict:
     return exactly(mismatches)
 
 
-def _bytes(where: str, got: int, wanted: int) -> list[Mismatch]:
-    if wanted <= got <= wanted + OWN_NUMBERS:
+def _bytes(where: str, got: int, floor: int, *, room: int = OWN_NUMBERS) -> list[Mismatch]:
+    if floor <= got <= floor + room:
         return []
-    return [Mismatch(where=where, got=str(got), wanted=str(wanted))]
+    wanted = str(floor) if room == OWN_NUMBERS else f"{floor}, and at most {room} of micro-batches"
+    return [Mismatch(where=where, got=str(got), wanted=wanted)]

@@ -142,6 +142,13 @@ def infers(case: Case) -> bool:
     return case.mesh.shards > 1 and any(isinstance(action, Infer) for action in case.program)
 
 
+def trains_again(case: Case, *, at_once: bool) -> bool:
+    """A batch is trained, then another; `at_once`: right behind it."""
+    places = [index for index, action in enumerate(case.program) if isinstance(action, Train)]
+    gaps = [after - before for before, after in itertools.pairwise(places)]
+    return (1 in gaps) if at_once else bool(gaps)
+
+
 def surely_restores(case: Case) -> bool:
     """The same, where the root has moved far enough to be seen and the next batch is trained."""
     moves = case.optimizer.lr > 0 and not case.optimizer.warmup_steps

@@ -64,6 +64,12 @@ def with_predicted_bytes(row: Axes) -> bool:
     return row.adapter == "plain" and row.kind not in OPTIONAL_KINDS
 
 
+def with_predicted_peaks(row: Axes) -> bool:
+    """Of these the ones that are sharded, and in which no value decides what is computed."""
+    sharded = row.mesh not in ("single", "column") and row.kind != "mixtral"
+    return sharded and with_predicted_bytes(row)
+
+
 def saved_on_many_ranks(row: Axes) -> bool:
     """Small models of every kind of parameter, on two ranks and more.
 

@@ -13,6 +13,7 @@ from fsdp_engine.contract.model import Model
 from fsdp_engine.contract.observation import Observation, TrainRecord
 from fsdp_engine.world.pool import WorldPool
 from oracles.device_memory import behind_backward, model_bytes
+from oracles.footprint import footprints
 from oracles.memory import predict_held
 from oracles.placement import Places, resting_places
 from tests.bench.table import Line
@@ -20,9 +21,6 @@ from tests.bench.work import Effort
 from tests.small_cases import small_case
 
 MODEL = Model(family="mlp", units=8, width=1024, hidden=1280)
-UNIT_BYTES = 2 * 1024 * 1280 * 4
-"""One unit in full, fp32."""
-
 STRATEGIES: tuple[Strategy, ...] = ("fsdp2", "fsdp1")
 
 
@@ -61,14 +59,10 @@ def _lines(name: str, case: Case, observation: Observation) -> Iterator[Line]:
     held = predict_held(case, numerics, (True, True), deferred=case.engine.deferred)
     waiting = loaded + behind_backward(case, numerics, held[1], last=False)
     yield _line(f"{name}: between micro-batches", record.residency[1].device_bytes, waiting)
-    peak = max(sample.device_peak for sample in record.residency)
-    yield Line(
-        part="device",
-        name=f"{name}: at most",
-        value=peak / 1e6,
-        unit="MB",
-        note=f"{(peak - loaded) / UNIT_BYTES:.2f} units in full beside the shards",
-    )
+    plan = record.plan
+    passes = footprints(case, numerics, batch=0, rank=0, plan=plan, first=True)
+    most = loaded + max(max(found.forward, found.backward) for found in passes)
+    yield _line(f"{name}: at most", max(sample.device_peak for sample in record.residency), most)
 
 
 def _line(name: str, got: int, predicted: int) -> Line:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.faults.fault import Fault, fault
 
 MEMORY = "device-memory-matches-oracle"
+PEAK = "device-peak-matches-oracle"
 COPIES = "device-copies-are-needed"
 ORDER = "device-order-is-kept"
 REST = "tensors-rest-where-asked"
@@ -33,6 +34,10 @@ IN_DEVICES: tuple[Fault, ...] = (
     _on_device("memory", "GradientBuffersKept", "textbook", MEMORY),
     _on_device("memory", "WeightsKeptTwice", "huggingface/accelerate#3482", MEMORY),
     _on_device("memory", "MasterWeightsOnDevice", "huggingface/accelerate#3482", MEMORY),
+    # memory that is gone again behind a pass
+    _on_device("peak", "GatheredAllAhead", "pytorch/pytorch#149029", PEAK, strategy="fsdp2"),
+    _on_device("peak", "ActivationsCopied", "textbook", PEAK),
+    _on_device("peak", "ScratchForEveryParameter", "textbook", PEAK),
     # copies that nobody needs
     _on_device("copies", "LossReadPerToken", "textbook", COPIES),
     _on_device("copies", "NormReadPerParameter", "textbook", COPIES),

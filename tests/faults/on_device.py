@@ -131,6 +131,65 @@ class MasterWeightsOnDevice(Planted):
     exchanged = ((adapter, "FsdpEngine", _MasterCopy),)
 
 
+class _GathersAhead(FsdpEngine):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        if units:
+            self.module.set_modules_to_forward_prefetch(units[1:])  # type: ignore[operator]  # FSDP2's
+
+
+class GatheredAllAhead(Planted):
+    """Every unit is gathered before the first of them runs, and freed behind its forward."""
+
+    exchanged = ((adapter, "FsdpEngine", _GathersAhead),)
+
+
+class _CopiesActivations(FsdpEngine):
+    def _share(
+        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
+    ) -> Tensor:
+        copies: list[Tensor] = []
+
+        def copy(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                copies.append(output.detach().double())
+
+        handles = [m.register_forward_hook(copy) for m in self.module.modules()]
+        try:
+            return super()._share(batch, indices, loss, counts)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class ActivationsCopied(Planted):
+    """Every layer's output is copied for a statistic, until the forward has ended."""
+
+    exchanged = ((adapter, "FsdpEngine", _CopiesActivations),)
+
+
+class _MakesScratch(FsdpEngine):
+    def _share(
+        self, batch: LocalBatch, indices: tuple[int, ...], loss: TokenLoss, counts: GlobalCounts
+    ) -> Tensor:
+        share = super()._share(batch, indices, loss, counts)
+        scratch = [torch.empty_like(parameter) for parameter in self.module.parameters()]
+
+        def use(_gradient: Tensor) -> None:
+            for tensor in scratch:
+                tensor.zero_()
+
+        share.register_hook(use)  # type: ignore[no-untyped-call]  # so in torch
+        return share
+
+
+class ScratchForEveryParameter(Planted):
+    """A buffer as large as the parameters is there during every backward, and gone behind it."""
+
+    exchanged = ((adapter, "FsdpEngine", _MakesScratch),)
+
+
 # ------------------------------------------------------------------ copies
 
 

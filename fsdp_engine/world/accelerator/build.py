@@ -21,6 +21,8 @@ from fsdp_engine.contract.errors import AcceleratorError
 SOURCE = Path(__file__).parent / "native" / "device.cpp"
 NAME = "simulated_device"
 _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+CHECKED = ("2.13",)
+"""The versions of torch that the device was tested with."""
 _SHOWN_LINES = 12
 
 
@@ -83,6 +85,15 @@ def _build(library: Path) -> None:
         if done.returncode != 0:
             lines = done.stderr.splitlines()[:_SHOWN_LINES]
             raise AcceleratorError(
-                "the simulated accelerator could not be built:\n  " + "\n  ".join(lines)
+                "\n  ".join(
+                    [f"the simulated accelerator could not be built{_unchecked()}:", *lines]
+                )
             )
         built.replace(library)
+
+
+def _unchecked() -> str:
+    version = torch.__version__
+    if version.startswith(tuple(f"{checked}." for checked in CHECKED)):
+        return ""
+    return f" for torch {version} (it is tested with {', '.join(CHECKED)})"

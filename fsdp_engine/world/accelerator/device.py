@@ -104,7 +104,8 @@ def install() -> Accelerator:
     """Make the device known to torch in this process, for good; a second call changes nothing.
 
     Raises:
-        AcceleratorError: the process sees a real device, or the extension cannot be built.
+        AcceleratorError: the process sees a real device, torch is built for one, or the extension
+            cannot be built.
     """
     if hasattr(torch, DEVICE_TYPE):
         raise AcceleratorError("this process has a real hpu: the simulated one would hide it")
@@ -112,6 +113,12 @@ def install() -> Accelerator:
         if kind.is_available():
             raise AcceleratorError(
                 f"this process sees a real device ({kind.__name__}); start it where none is visible"
+            )
+    for built_for in ("cuda", "hip", "xpu"):
+        if getattr(torch.version, built_for, None):
+            raise AcceleratorError(
+                f"torch {torch.__version__} is built for {built_for} and lets no other accelerator "
+                "stand beside it, visible or not; the simulated one needs a build for the CPU alone"
             )
     accelerator = Accelerator(build.load())
     module = _module(accelerator)

@@ -442,8 +442,9 @@ void prefer_kernels_of_the_cpu() {
     auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
-  // These choose an implementation by the device of their arguments.
-  for (const char* name : {"convolution", "convolution_backward"})
+  // These choose an implementation by the device of their arguments; the last is one kernel on a GPU
+  // and none on the CPU, where it is taken apart.
+  for (const char* name : {"convolution", "convolution_backward", "_chunk_cat.out"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
