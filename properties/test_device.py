@@ -31,7 +31,7 @@ def test_order(case: Case, judge: Judge) -> None:
     judge(device.order_is_kept, case)
 
 
-@over_rows(residing_cases, on_device=("sim", "cuda"))
+@over_rows(residing_cases, on_device=("sim", "cuda"), times=2)
 def test_residency_at_rest(case: Case, judge: Judge) -> None:
     judge(offload.rests_where_asked, case)
 

@@ -71,7 +71,7 @@ _moves: SearchStrategy[Move] = st.builds(
 
 def residing_cases(row: Axes) -> SearchStrategy[Case]:
     """Cases of a row with offload and every kind of action that uses what rests on the host."""
-    kinds = (inferring_cases, interrupted_cases, exporting_cases, resuming_cases, resuming_cases)
+    kinds = (inferring_cases, interrupted_cases, exporting_cases, resuming_cases)
     drawn = st.one_of([cases(row) for cases in kinds])
     return drawn.flatmap(lambda case: _offloaded(case, (*_SOME, _BOTH, _NONE)))
 

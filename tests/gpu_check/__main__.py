@@ -11,13 +11,17 @@ import argparse
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
 
 from fsdp_engine.contract.errors import AcceleratorError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.device import num_gpus, settle
 from properties.repro import PROJECT
-from tests.gpu_check.steps import Outcome, Step, judged, run, table
+from tests.gpu_check.steps import Outcome, Step, judged, last_line, run, table
 
 FOLDER = PROJECT / ".reports" / "gpu-check"
 ENGINES = ("reference", "torch_fsdp2")
@@ -73,7 +77,7 @@ def steps(device: str) -> list[Step]:
         command = (python, "-m", "tests.gpu_check.ranks", device)
         found.append(Step(name="ranks-that-share", command=command, environment=shared))
     found += [
-        _session("simulated-device-beside", "test_device.py", "reference", "sim"),
+        _simulated(),
         _job(device),
         *(_session(f"smoke-{engine}", "", engine, device) for engine in ENGINES),
     ]
@@ -95,6 +99,14 @@ def _session(name: str, file: str, engine: str, device: str) -> Step:
         *("--report-json", "report.json"),
     )
     return Step(name=name, command=command, says=judged)
+
+
+def _simulated() -> Step:
+    """A torch that is built for another accelerator must refuse it in words."""
+    step = _session("simulated-device", "test_device.py", "reference", "sim")
+    if torch.version.cuda is None:
+        return step
+    return replace(step, wanted=pytest.ExitCode.USAGE_ERROR, says=last_line)
 
 
 def _job(device: str) -> Step:
