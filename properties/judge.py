@@ -40,6 +40,10 @@ MAX_HANGS_OF_ALL = 12
 """Cases that may hang in one process; after them nothing is run any more."""
 
 
+MAX_REDRAWN = 10
+"""Refused cases of one test that another is drawn for: engines differ in what they have."""
+
+
 MAX_SHRINK_S = 20.0
 """How long after its first failure a search goes on; what is left is simplified behind it."""
 
@@ -118,6 +122,7 @@ class Judge:
     _failures: dict[tuple[str, str], _Failure] = field(default_factory=dict)
     _kept: dict[str, Path] = field(default_factory=dict)
     _last: tuple[Check, Case] | None = None
+    _redrawn: set[tuple[str, str]] = field(default_factory=set)
     _hangs: int = 0
     _failed_at: float = 0.0
 
@@ -215,6 +220,7 @@ class Judge:
             judged = self._confirmed(check, case, name)
         except UnsupportedCase as error:
             tally.refuse(str(error), by_engine=not isinstance(error, NotOffered))
+            self._redraw(case, name)
             return None
         except Exception:
             tally.add_inconclusive()  # the check itself is broken; what it raised is shown
@@ -231,6 +237,7 @@ class Judge:
         match verdict.outcome:
             case "not_applicable":
                 tally.refuse(verdict.reason, by_engine=False)
+                self._redraw(case, name)
                 return None
             case "inconclusive":
                 tally.add_inconclusive()
@@ -259,6 +266,14 @@ class Judge:
             how=how,
             ending=judged.ending if own else None,
         )
+
+    def _redraw(self, case: Case, name: str) -> None:
+        """Have the search, where there is one, draw another case for one that judged nothing."""
+        key = (name, case_id(case))
+        if len(self._redrawn) < MAX_REDRAWN:
+            self._redrawn.add(key)
+        if key in self._redrawn and hypothesis.currently_in_test_context():
+            hypothesis.reject()
 
     def _keep_only(self, name: str, case: Case) -> Path:
         """Write the files of the failure at hand; those of a search's larger cases go.

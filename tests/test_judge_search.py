@@ -15,10 +15,11 @@ from hypothesis.strategies import SearchStrategy
 
 from fsdp_engine.contract.batch import TokenBudget
 from fsdp_engine.contract.case import DTYPE_POLICIES, Case, EngineOptions
+from fsdp_engine.contract.errors import UnsupportedCase
 from fsdp_engine.contract.model import Model
-from oracles.verdict import Verdict, passing
+from oracles.verdict import Verdict, not_applicable, passing
 from properties.covering import Axes
-from properties.judge import MAX_HANGS, Judge, PropertyFailure
+from properties.judge import MAX_HANGS, MAX_REDRAWN, Judge, PropertyFailure
 from properties.profiles import PROFILES
 from properties.repro import read_case_file
 from properties.strategies.cases import cases, exporting_cases, stepping_cases
@@ -96,6 +97,37 @@ def test_the_margin_is_climbed(tmp_path: Path) -> None:
 
     search()
     assert targets
+
+
+def _of_one_seed(case: Case) -> Verdict:
+    """Half of the cases are refused, by the engine or by the check."""
+    if case.seed % 4 == 1:
+        raise UnsupportedCase("an odd seed")
+    return not_applicable("an odd seed") if case.seed % 2 else passing()
+
+
+def _of_none(case: Case) -> Verdict:
+    raise UnsupportedCase(f"seed {case.seed}")
+
+
+@pytest.mark.parametrize(
+    ("behave", "judged", "most"), [(_of_one_seed, 5, MAX_REDRAWN), (_of_none, 0, MAX_REDRAWN + 5)]
+)
+def test_another_case_is_drawn_for_a_refused_one(
+    tmp_path: Path, behave: Callable[[Case], Verdict], judged: int, most: int
+) -> None:
+    judge = judge_of(tmp_path, behave)
+
+    @hypothesis.seed(3)
+    @settings(SETTINGS, max_examples=5)
+    @given(case=CASES)
+    def search(case: Case) -> None:
+        judge(hand_on, case)
+
+    search()
+    tally = judge.tallies[HAND_ON]
+    assert tally.judged == judged
+    assert 0 < sum(tally.not_applicable.values()) <= most
 
 
 def shrunk(draw: Callable[[Axes], SearchStrategy[Case]], row: Axes, folder: Path) -> Case:

@@ -226,11 +226,7 @@ def test_a_kind_of_program_shrinks_to_the_shortest(draw: Draw, program: Program)
             lambda c: any(isinstance(a, Interrupt) and a.phase == "forward" for a in c.program),
             ["interrupt", "train"],
         ),
-        (
-            freezing_cases,
-            lambda c: "unfreeze" in kinds_of(c),
-            ["freeze", "train", "unfreeze", "train"],
-        ),
+        (freezing_cases, lambda c: "unfreeze" in kinds_of(c), ["freeze", "unfreeze", "train"]),
         (
             restoring_cases,
             lambda c: "infer" in kinds_of(c)[: kinds_of(c).index("restore")],
