@@ -212,9 +212,9 @@ def _with_switches(actions: list[Action], setting: Setting) -> list[Action]:
 
 
 def _with_a_toggle(actions: list[Action], setting: Setting) -> list[Action]:
-    """In half of the programs, where all is trained at first, a part trains, rests and trains."""
+    """In half of the longer ones, if all is trained at first, a part trains, rests and trains."""
     toggles = sum(isinstance(action, Freeze) for action in actions)
-    if setting.parts and setting.frozen == "none" and len(actions) % 2 == 1:
+    if setting.parts and setting.frozen == "none" and len(actions) in (3, 5):
         toggle: list[Action] = [Train(step=True), Freeze()]
         actions = [*actions, *toggle * (2 - toggles)]
     return _ending(actions, Freeze() if setting.parts else None, Train(batch=1, step=True))
