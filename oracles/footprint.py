@@ -23,7 +23,9 @@ from fsdp_engine.contract.observation import Numerics
 from fsdp_engine.workload.batches import MicroBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import TORCH_DTYPES, build_model, module_arguments
-from oracles.wrappers import Flat, PerParameter, Unit, Wrapper
+from oracles.flat import Flat
+from oracles.per_parameter import PerParameter
+from oracles.wrappers import Unit, Wrapper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
