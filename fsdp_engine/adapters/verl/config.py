@@ -85,7 +85,7 @@ def engine_and_optimizer(case: Case) -> tuple[Any, Any]:
     return _built(FSDPEngineConfig, sections["engine"]), optimizer
 
 
-def model_config(case: Case, folder: Path, targets: str | None) -> HFModelConfig:
+def model_config(case: Case, folder: Path, targets: str | list[str] | None) -> HFModelConfig:
     """The model in `folder`, with eager attention and padded sequences; `targets` of an adapter."""
     return HFModelConfig(
         path=str(folder),

@@ -133,10 +133,13 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in module.named_parameters() if LORA_MARK in n}
 
 
-def adapter_targets(module: Any) -> str:
-    """The pattern of the layers that the case's adapter is on, as peft matches it."""
-    targets: str = module.peft_config["default"].target_modules
-    return targets
+def adapter_targets(module: Any) -> str | list[str]:
+    """The layers that the case's adapter is on, as peft matches them: a pattern, or its own set.
+
+    With packed experts it is the latter, which verl takes for a list alone.
+    """
+    targets: str | set[str] = module.peft_config["default"].target_modules
+    return targets if isinstance(targets, str) else sorted(targets)
 
 
 def fill_adapter(module: nn.Module, weights: dict[str, Tensor]) -> None:
