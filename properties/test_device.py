@@ -6,7 +6,7 @@ from fsdp_engine.contract.case import Case
 from properties.checks import device, offload
 from properties.judge import Judge
 from properties.strategies.cases import exporting_cases, inferring_cases, stepping_cases
-from properties.strategies.offload import offloaded, residing_cases
+from properties.strategies.offload import large, offloaded, residing_cases
 from properties.strategies.regions import with_predicted_bytes, with_predicted_peaks
 from properties.suite import over_rows
 
@@ -16,7 +16,9 @@ def test_memory(case: Case, judge: Judge) -> None:
     judge(device.memory_matches, case)
 
 
-@over_rows(offloaded(stepping_cases), where=with_predicted_peaks, on_device=("sim",))
+@over_rows(
+    offloaded(large(stepping_cases)), where=with_predicted_peaks, on_device=("sim",), times=2
+)
 def test_peaks(case: Case, judge: Judge) -> None:
     judge(device.peaks_match, case)
 

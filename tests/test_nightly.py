@@ -87,5 +87,6 @@ def test_a_search_ends_with_the_budget(tmp_path: Path) -> None:
     assert len(seen) == 2  # once warm, once in a fresh world
     none = judge_of(tmp_path / "repro", behave)
     none.budget = OVER
-    suite(Axes(kind="qwen2"), none, _search(tmp_path, 5))
+    suite(Axes(kind="qwen2"), none, _search(tmp_path / "unfound", 5))
     assert len(seen) == 2
+    assert not any(path.is_file() for path in (tmp_path / "unfound").rglob("*"))

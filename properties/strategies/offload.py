@@ -37,6 +37,29 @@ def offloaded(cases: CasesOfRow) -> CasesOfRow:
     return lambda row: cases(row).flatmap(lambda case: _offloaded(case, (_NONE, *_SOME, _NONE)))
 
 
+def large(cases: CasesOfRow) -> CasesOfRow:
+    """Cases of a row, half of them with so many large units that one in full too many shows.
+
+    Beside a small one it might be what Python holds of a micro-batch.
+    """
+    return lambda row: st.builds(_enlarged, cases(row), st.sampled_from(_SIZES))
+
+
+_SIZES = ((1, 1, 1), (6, 8, 8))
+"""Units, width and hidden width at least."""
+
+
+def _enlarged(case: Case, sizes: tuple[int, int, int]) -> Case:
+    units, width, hidden = sizes
+    model = replace(
+        case.model,
+        units=max(case.model.units, units),
+        width=max(case.model.width, width),
+        hidden=max(case.model.hidden, hidden),
+    )
+    return replace(case, model=model)
+
+
 @st.composite
 def _offloaded(draw: DrawFn, case: Case, flags: tuple[Flags, ...]) -> Case:
     choices = (*flags, _POLICY) if _can_have_policy(case) else flags
