@@ -161,7 +161,7 @@ def judge_replay(shown: ActionGradients, prediction: Prediction) -> Verdict:
         where = f"{action} total loss, rank {rank}"
         findings.add(
             _compare_loss(where, record.total_loss, prediction, rank),
-            spread=prediction.local.loss_spread.get(rank, 0.0),
+            spread=prediction.loss_spread(rank),
         )
     return findings.verdict("rigorous")
 
@@ -248,7 +248,7 @@ def _compare_loss(where: str, got: float, prediction: Prediction, rank: int) -> 
         )
     u = 2.0**-53 if prediction.numerics.compute == "float64" else 2.0**-24
     wanted = float(mean(losses[:, None], 1)[0])
-    spread = prediction.local.loss_spread.get(rank, 0.0)
+    spread = prediction.loss_spread(rank)
     allowed = gamma(len(losses) - 1, u) * (float(np.abs(losses).sum()) + spread) + spread
     off = abs(got - wanted)
     margin: Any = 0.0 if off == 0.0 else (off / allowed if allowed else np.inf)

@@ -72,6 +72,10 @@ class Prediction:
         """By how much the mean is not known: 0 where replay repeats itself, as on a host."""
         return self.local.spread.get(name, 0.0)
 
+    def loss_spread(self, rank: int) -> float:
+        """The same of the sum of a rank's losses."""
+        return self.local.loss_spread.get(rank, 0.0)
+
     def mean(self, name: str) -> Float64:
         """The exact mean of the declared local gradients, rounded to double."""
         return mean(self.terms(name), self.world_size)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from properties.catalog import descriptions
-from properties.conformance.markup import MARKS, TITLES, cases, text
-from properties.conformance.page import STYLE
+from properties.conformance.markup import MARKS, TITLES, cases, opening, text
 from properties.conformance.runs import Kind, is_finite
 from properties.report import Report
 
@@ -75,11 +74,7 @@ def page(nights: Sequence[Night]) -> str:
         groups.setdefault((str(one["engine"]), str(one["device"])), []).append(one)
     sections = [_section(*key, group, said) for key, group in groups.items()]
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<title>Margins over the nights</title>"
-        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
-        "<h1>Margins over the nights</h1>"
+        f"{opening('Margins over the nights')}"
         "<p>The worst error over the allowed one in each session, the oldest on the left. At most "
         "1, the dashed line, passes; what lies on the ground has no error at all.</p></header>"
         f"<main>{''.join(sections)}</main></body></html>\n"

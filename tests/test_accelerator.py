@@ -54,25 +54,26 @@ def test_a_missing_compiler_is_told_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def broken_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source that does not compile, and nothing built before."""
     source = tmp_path / "device.cpp"
     source.write_text("this is no C++\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "SOURCE", source)
+
+
+@pytest.mark.usefixtures("broken_source")
+def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words() -> None:
     with pytest.raises(AcceleratorError, match=r"could not be built:\n.*device\.cpp:1"):
         build.load()
     assert not build.library_path().exists()
 
 
+@pytest.mark.usefixtures("broken_source")
 def test_a_torch_that_was_not_tested_is_named_where_the_source_does_not_compile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = tmp_path / "device.cpp"
-    source.write_text("this is no C++\n")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     told = r"could not be built for torch 2\.99\.0 \(it is tested with 2\.13"
     with pytest.raises(AcceleratorError, match=told):

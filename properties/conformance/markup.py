@@ -1,9 +1,10 @@
-"""Small pieces of the page: escaped text, links, and the sign of each kind of cell."""
+"""Small pieces of a page: its opening, escaped text, links, and the sign of each kind of cell."""
 
 from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 
 from properties.conformance.runs import Kind
 
@@ -26,9 +27,21 @@ TITLES: dict[Kind, str] = {
     "not_run": "not run",
 }
 
+_STYLE = Path(__file__).with_name("style.css")
 _PROJECT_FILE = re.compile(r"docs(/[A-Za-z0-9_.-]+)+")
 _UP = "../../"
 """From the folder of the page to the project."""
+
+
+def opening(title: str) -> str:
+    """A page until behind its heading, with the style in it; its header is still open."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title>"
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
+        f"<h1>{text(title)}</h1>"
+    )
 
 
 def text(value: object) -> str:

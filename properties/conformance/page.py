@@ -7,15 +7,13 @@ session is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from properties.conformance.details import cell_details
-from properties.conformance.markup import MARKS, TITLES, cases, link, text
+from properties.conformance.markup import MARKS, TITLES, cases, link, opening, text
 from properties.conformance.runs import KINDS, EngineRun, is_finite, kind_of
 
 _SMALL, _LARGE = 0.001, 1e6
-STYLE = Path(__file__).with_name("style.css")
 
 
 def page(runs: Sequence[EngineRun], descriptions: Mapping[str, str]) -> str:
@@ -53,11 +51,7 @@ def _head(ran: Sequence[EngineRun]) -> str:
         for kind, meaning in KINDS.items()
     )
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<title>Conformance of FSDP training engines</title>"
-        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style></head><body><header>"
-        "<h1>Conformance of FSDP training engines</h1>"
+        f"{opening('Conformance of FSDP training engines')}"
         "<p>Sharding must not change training. "
         f"{len(ran)} engines, {judged:,} cases judged on real ranks. "
         f'<span class="soft">{text(told)}</span></p>'
