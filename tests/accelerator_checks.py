@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
 from fsdp_engine.adapters.numerics import fsdp2_numerics
 from fsdp_engine.contract.errors import AcceleratorError
@@ -32,53 +31,9 @@ from fsdp_engine.world.accelerator.ledger import Copy, site
 from oracles.arrays import same_bits
 from oracles.evaluation import Evaluator
 from oracles.replay import replay
-from tests import residency_checks, schedule_checks
+from tests import operator_checks, residency_checks, schedule_checks
+from tests.operator_checks import DEVICE, require_same
 from tests.small_cases import small_case
-
-DEVICE = "hpu"
-
-LEFT_OUT = ("empty", "jiterator")
-"""Families of operators that are not compared: no values yet, CUDA alone."""
-
-OTHER = {
-    "to": "the sample asks for the CPU",
-    "tensor_split": "indices must be on the CPU, as on a GPU",
-    "as_strided": "a sample reads memory that nobody wrote",
-    "linspace": "where it goes is said by an argument alone",
-    "logspace": "the same",
-    "to_sparse": "sparse tensors have no simulated device",
-    "sparse.sampled_addmm": "sparse",
-    "sparse.mm": "sparse",
-}
-"""Operators of torch's database that are not compared, and why."""
-
-
-def operators_compute_what_the_cpu_does() -> None:
-    """Torch's own database of operators: results and gradients bit for bit, on the device."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    compared = 0
-    for op in op_db:
-        if op.name in OTHER or any(word in op.name for word in LEFT_OUT):
-            continue
-        dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64)
-        dtype = next((dtype for dtype in dtypes if dtype in op.dtypes), None)
-        if dtype is None:
-            continue
-        differentiable = dtype.is_floating_point and op.supports_autograd
-        info: Any = op
-        for sample in list(info.sample_inputs("cpu", dtype, requires_grad=differentiable))[:3]:
-            arguments = (sample.input, sample.args, sample.kwargs)
-            if not any(isinstance(value, Tensor) for value in tree_leaves(arguments)):
-                continue  # nothing says which device
-            there = tree_map(_moved, arguments)
-            try:
-                wanted = _run(op, arguments)
-            except (RuntimeError, NotImplementedError):
-                continue  # a sample that the CPU refuses
-            _require_same(op.name, _run(op, there), wanted)
-            compared += 1
-    assert compared > 1000, compared
 
 
 def operands_on_two_devices_are_refused() -> None:
@@ -239,7 +194,7 @@ def modules_and_optimizers_step_alike() -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        _require_same("parameters", list(there.parameters()), list(here.parameters()))
+        require_same("parameters", list(there.parameters()), list(here.parameters()))
 
 
 def a_language_model_trains_alike() -> None:
@@ -247,15 +202,15 @@ def a_language_model_trains_alike() -> None:
     here: Any = build_model(small_case(shape=(1,), model=model))
     there = copy.deepcopy(here).to(DEVICE)
     ids = torch.arange(4).view(2, 2)
-    losses = (
-        here(input_ids=ids, labels=ids).loss,
-        there(input_ids=ids.to(DEVICE), labels=ids.to(DEVICE)).loss,
-    )
-    for loss in losses:
-        loss.backward()
-    assert losses[0].item() == losses[1].item()
-    for name, parameter in here.named_parameters():
-        _require_same(name, there.get_parameter(name).grad, parameter.grad)
+    for autocast in (False, True):
+        losses = []
+        for model, device in ((here, "cpu"), (there, DEVICE)):
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+                losses.append(model(input_ids=ids.to(device), labels=ids.to(device)).loss)
+            losses[-1].backward()
+        assert losses[0].item() == losses[1].item()
+        for name, parameter in here.named_parameters():
+            require_same(name, there.get_parameter(name).grad, parameter.grad)
 
 
 def tensors_are_saved_and_pickled() -> None:
@@ -267,8 +222,8 @@ def tensors_are_saved_and_pickled() -> None:
         file.seek(0)
         loaded = torch.load(file, map_location=where)
         assert {value.device.type for value in loaded.values()} == {where or DEVICE}
-        _require_same("saved", [v.to(DEVICE) for v in loaded.values()], list(here.parameters()))
-    _require_same("pickled", pickle.loads(pickle.dumps(there.weight)), here.weight)
+        require_same("saved", [v.to(DEVICE) for v in loaded.values()], list(here.parameters()))
+    require_same("pickled", pickle.loads(pickle.dumps(there.weight)), here.weight)
 
 
 def distributed_checkpoints_are_written_and_read() -> None:
@@ -282,7 +237,7 @@ def distributed_checkpoints_are_written_and_read() -> None:
             for parameter in there.parameters():
                 parameter.zero_()
         checkpoint.load(there.state_dict(), checkpoint_id=folder, no_dist=True)
-    _require_same("loaded", list(there.state_dict().values()), list(kept.values()))
+    require_same("loaded", list(there.state_dict().values()), list(kept.values()))
 
 
 def streams_and_events_are_there() -> None:
@@ -306,7 +261,7 @@ def random_numbers_are_those_of_the_cpu() -> None:
         torch.rand(4, device=DEVICE),
         torch.randperm(5, device=DEVICE),
     )
-    _require_same("random", there, here)
+    require_same("random", there, here)
 
 
 def a_second_install_changes_nothing() -> None:
@@ -322,60 +277,6 @@ def _copy(direction: Any, num_bytes: int, *, dtype: str = "Float", blocking: boo
     return Copy(
         direction=direction, num_bytes=num_bytes, dtype=dtype, blocking=blocking, implicit=False
     )
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
-    if isinstance(value, torch.device):
-        return torch.device(DEVICE)
-    return value
-
-
-def _run(op: Any, arguments: Any) -> Any:
-    """The result, then the gradients of its sum where it has one."""
-    torch.manual_seed(1)
-    first, rest, keywords = arguments
-    result = op(first, *rest, **keywords)
-    outputs = [
-        value
-        for value in (result if isinstance(result, (tuple, list)) else [result])
-        if isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided
-    ]
-    if not outputs:
-        return result
-    leaves = [
-        value
-        for value in tree_leaves(arguments)
-        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-    ]
-    total = sum(output.abs().sum() for output in outputs)
-    assert isinstance(total, Tensor)
-    return result, torch.autograd.grad(total, leaves, allow_unused=True)
-
-
-def _require_same(what: str, got: Any, wanted: Any) -> None:
-    if isinstance(wanted, Tensor):
-        if wanted.layout != torch.strided:
-            return
-        assert isinstance(got, Tensor), what
-        assert got.device.type == DEVICE, f"{what}: the result is on {got.device}"
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), what
-        ours, theirs = (
-            value.detach()
-            .cpu()
-            .resolve_conj()
-            .resolve_neg()
-            .reshape(-1)
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.uint8)
-            for value in (got, wanted)
-        )
-        assert torch.equal(ours, theirs), f"{what}: {got} is not {wanted}"
-    elif isinstance(wanted, (tuple, list)):
-        assert len(got) == len(wanted), what
-        for one, other in zip(got, wanted, strict=True):
-            _require_same(what, one, other)
 
 
 def gradients_are_replayed_there() -> None:
@@ -396,7 +297,7 @@ def gradients_are_replayed_there() -> None:
 
 
 CHECKS: tuple[Callable[[], None], ...] = (
-    operators_compute_what_the_cpu_does,
+    *operator_checks.CHECKS,
     operands_on_two_devices_are_refused,
     copies_are_in_the_ledger,
     implicit_copies_are_in_the_ledger,

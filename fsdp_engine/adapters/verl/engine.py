@@ -94,8 +94,6 @@ class Verl:
         if missing is not None:
             raise UnsupportedCase(missing)
         on_host = torch.device(rank.device).type == "cpu"
-        if not on_host and case.dtypes.compute != "float32":
-            raise UnsupportedCase("the simulated device has no autocast, in which verl runs this")
         engine_config, optimizer_config = config.engine_and_optimizer(case)
         module: Any = build_model(case)
         folder = models.new_folder(rank)

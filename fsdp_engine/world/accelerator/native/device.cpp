@@ -8,7 +8,6 @@
 // taken over as device memory and counted; what an alias was resized or written in place is the
 // argument itself. Operands on two devices are an error as on a GPU.
 
-#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -24,6 +23,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include "arguments.h"
+#include "autocast.h"
 #include "ledger.h"
 #include "memory.h"
 #include "order.h"
@@ -306,35 +307,10 @@ struct Aliases {
 
 bool takes_host_operands(const c10::OperatorName& name) {
   // On a GPU too, indices may be on the host.
-  static const std::vector<std::string> names = {
+  static const Names names = {
       "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
       "aten::_foreach_copy_"};
-  return std::find(names.begin(), names.end(), name.name) != names.end();
-}
-
-// Exchanges the tensors of an argument or a result, in lists too.
-template <typename Exchange>
-void replace_tensors(c10::IValue& value, const Exchange& exchange) {
-  if (value.isTensor()) {
-    value = exchange(value.toTensor());
-  } else if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorList()) list.push_back(exchange(tensor));
-    value = list;
-  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
-    auto lists = value.toList();
-    c10::impl::GenericList list(lists.elementType());
-    for (c10::IValue inner : lists.vec()) {
-      replace_tensors(inner, exchange);
-      list.push_back(std::move(inner));
-    }
-    value = list;
-  } else if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const auto& item : value.toListRef())
-      list.push_back(item.isNone() ? std::nullopt : std::make_optional(exchange(item.toTensor())));
-    value = list;
-  }
+  return among(names, name.name);
 }
 
 enum class Access { none, read, write };
@@ -351,10 +327,10 @@ Access access_of(const c10::FunctionSchema& schema, size_t index) {
 
 bool tells_the_host(const c10::OperatorName& name) {
   // What they return depends on values, so the host waits for them on a GPU too.
-  static const std::vector<std::string> names = {
+  static const Names names = {
       "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
       "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave"};
-  return std::find(names.begin(), names.end(), name.name) != names.end();
+  return among(names, name.name);
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -485,6 +461,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
   c10::SetAllocator(kType, &allocator());
   prefer_kernels_of_the_cpu();
+  cast_as_on_the_cpu();
   m.def("memory_allocated", [] { return counted(&Memory::live); });
   m.def("max_memory_allocated", [] { return counted(&Memory::peak); });
   m.def("capacity", [] { return counted(&Memory::capacity); });
