@@ -1,45 +1,48 @@
-"""The numerics every shipped adapter declares, as lines of text: `python -m tests.golden_numerics`.
+"""The numerics every shipped adapter declares, as text: `python -m tests.golden_numerics NAME ...`.
 
 The oracles believe what an engine declares and compute its allowance from it, so a declaration that
-gets wider by mistake would excuse a fault. The lines are pinned in a file; a change of an adapter
-shows there, line by line, and is looked at before it is written with this command.
+gets wider by mistake would excuse a fault. The lines are pinned in a file for each engine; a change
+of an adapter shows there, line by line, and is looked at before it is written with this command.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
-from fsdp_engine.adapters.reference import Reference
-from fsdp_engine.adapters.torch_fsdp import TorchFsdp1, TorchFsdp2
 from fsdp_engine.contract.case import DTYPE_POLICIES, Strategy
 from fsdp_engine.contract.model import Model, OptionalPart
 from fsdp_engine.contract.observation import Level, Numerics
 from fsdp_engine.contract.protocol import Engine
+from fsdp_engine.world.registry import BUILT_IN, OPTIONAL, load_engine
 from tests.world_cases import world_case
 
-PATH = Path(__file__).parent / "golden" / "numerics.txt"
-
-ADAPTERS: tuple[tuple[Engine, Strategy], ...] = (
-    (TorchFsdp1(), "fsdp1"),
-    (TorchFsdp2(), "fsdp2"),
-    (Reference(), "fsdp1"),
-    (Reference(), "fsdp2"),
-)
+FOLDER = Path(__file__).parent / "golden" / "numerics"
+SHIPPED = (*BUILT_IN, *OPTIONAL)
 MESHES = ((1,), (2,), (3,), (2, 2), (2, 1), (1, 2), (3, 1))
+MIXED = "fp32/bf16/fp32"
 PARTS: tuple[OptionalPart, ...] = ("parameter", "unit")
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", None: "as they are"}
 
 
-def lines() -> Iterator[str]:
-    """By adapter, strategy, mesh, dtype policy and sync mode; with optional parts on one mesh."""
-    for engine, strategy in ADAPTERS:
+def path_of(name: str) -> Path:
+    """The file that pins what this engine declares."""
+    return FOLDER / f"{name}.txt"
+
+
+def lines(name: str) -> Iterator[str]:
+    """By strategy, mesh, dtype policy and sync mode; with optional parts on one mesh."""
+    engine = load_engine(name)
+    offered = engine.capabilities().strategies
+    for strategy in (known for known in get_args(Strategy) if known in offered):
         for mesh, policy in itertools.product(MESHES, DTYPE_POLICIES):
             for deferred in (False, True):
-                yield _line(engine, strategy, mesh, policy, deferred=deferred)
+                yield from _line(engine, strategy, mesh, policy, deferred=deferred)
         for part, deferred in itertools.product(PARTS, (False, True)):
-            yield _line(engine, strategy, (2,), "fp32/bf16/fp32", deferred=deferred, part=part)
+            yield from _line(engine, strategy, (2,), MIXED, deferred=deferred, part=part)
 
 
 def _line(
@@ -50,7 +53,7 @@ def _line(
     *,
     deferred: bool,
     part: OptionalPart = "none",
-) -> str:
+) -> Iterator[str]:
     case = world_case(
         strategy,
         mesh=mesh,
@@ -58,11 +61,13 @@ def _line(
         model=Model(units=2, optional=part),
         deferred=deferred,
     )
+    if engine.supports(case) is not None:
+        return
     of = "x".join(map(str, mesh))
     sync = "deferred" if deferred else "eager"
-    words = [engine.capabilities().name, strategy, of, policy, sync]
+    words = [strategy, of, policy, sync]
     words += [f"optional {part}"] if part != "none" else []
-    return f"{' '.join(words)}: {told(engine.numerics(case))}"
+    yield f"{' '.join(words)}: {told(engine.numerics(case))}"
 
 
 def told(numerics: Numerics) -> str:
@@ -76,6 +81,7 @@ def told(numerics: Numerics) -> str:
         ", ".join(map(_level, numerics.levels)) or "no reduction",
         f"buffers {SHORT[numerics.buffers]}",
         f"inputs {'cast' if numerics.input_cast else 'as they are'}",
+        *([f"autocast {SHORT[numerics.autocast]}"] if numerics.autocast else []),
         numerics.semantics or "own semantics",
         "replayable" if numerics.replayable else "not replayable",
     ]
@@ -89,4 +95,5 @@ def _level(level: Level) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text("\n".join(lines()) + "\n")
+    for shipped in sys.argv[1:] or SHIPPED:
+        path_of(shipped).write_text("\n".join(lines(shipped)) + "\n")
