@@ -1,8 +1,7 @@
 """The one place where a verdict becomes a test's failure.
 
-`judge(check, case)` runs the check in the warm worlds, repeats everything but a pass in a fresh
-one, writes what is needed to repeat it, and raises the property's own exception. Nothing here knows
-what a check looks at.
+`judge(check, case)` has the case tried (`properties/trial.py`), writes what is needed to repeat a
+failure, and raises the property's own exception. Nothing here knows what a check looks at.
 """
 
 from __future__ import annotations
@@ -18,27 +17,19 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.case_file import case_id
 from fsdp_engine.contract.errors import NotOffered, UnsupportedCase
 from fsdp_engine.contract.observation import Observation
-from fsdp_engine.contract.protocol import Run
-from oracles.verdict import not_applicable
 from properties import trusted
 from properties.budget import Budget, OutOfTime
 from properties.catalog import Check, property_id
-from properties.covering import axes_of
 from properties.failure import described
-from properties.issues.issue import KnownIssue, fixed_issue, known_issue
-from properties.message import failure_message, gone, told
-from properties.narrowing import is_lacking
-from properties.outcome import Ending, Watched, Worlds, ending_of, inconclusive
+from properties.message import failure_message, gone
+from properties.outcome import Ending
 from properties.repro import remove_repro, repro_path, write_repro
 from properties.tally import Tally
+from properties.trial import Trial, Tried
 from properties.trusted import Rations
 
 MAX_HANGS = 3
 """Cases that may hang in one test: each costs two deadlines. The search ends after them."""
-
-MAX_HANGS_OF_ALL = 12
-"""Cases that may hang in one process; after them nothing is run any more."""
-
 
 MAX_REDRAWN = 10
 """Refused cases of one test that another is drawn for: engines differ in what they have."""
@@ -79,43 +70,17 @@ class _Failure:
     ending: Ending | None
 
 
-@dataclass(slots=True)
-class Hangs:
-    """How many cases have hung so far, and which known issues have."""
-
-    count: int = 0
-    known: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    """How a case ended; `issue` explains a failure, `fixed` is one that a pass disproves.
-
-    `shown` is what the case itself showed.
-    """
-
-    ending: Ending
-    shown: Observation | None = None
-    issue: KnownIssue | None = None
-    fixed: KnownIssue | None = None
-
-
 @dataclass(slots=True, kw_only=True, repr=False)
 class Judge:
     """Judges the cases of one test.
 
-    `tallies` counts by property, `hangs` over all tests; `lacks` is where the engine says that no
-    case applies to it. A case that did not pass keeps its message, so that the search sees the same
-    end when it comes back to it.
+    `tallies` counts by property. A case that did not pass keeps its message, so that the search
+    sees the same end when it comes back to it.
     """
 
-    worlds: Worlds
-    engine: str
+    trial: Trial
     repro_folder: Path
-    known_issues: tuple[KnownIssue, ...]
-    hangs: Hangs
     device: str = "cpu"
-    lacks: tuple[dict[str, str], ...] = ()
     rations: Rations | None = None
     budget: Budget | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -127,7 +92,7 @@ class Judge:
     _failed_at: float = 0.0
 
     def __repr__(self) -> str:
-        return f"Judge(engine={self.engine!r})"
+        return f"Judge(engine={self.trial.engine!r})"
 
     def __call__(self, check: Check, case: Case) -> None:
         """Judge one case.
@@ -182,26 +147,26 @@ class Judge:
             case=case,
             name=name,
             ending=failed.ending,
-            engine=self.engine,
+            engine=self.trial.engine,
             device=self.device,
             folder=self.repro_folder,
         )
 
         def look(candidate: Case) -> Ending | None:
             try:
-                judged = self._run(check, candidate, name, self.worlds)
+                judged = self.trial.once(check, candidate, name, self.trial.worlds)
             except Exception:  # noqa: BLE001  a check may not be made for such a case
                 return None
             return None if judged.issue or judged.fixed else judged.ending
 
-        shown = trusted.trusted(failure, look, self.worlds)
+        shown = trusted.trusted(failure, look, self.trial.worlds)
         if self._kept[name] != shown.path:
             remove_repro(self._kept[name])
         message = failure_message(
             shown.case,
             shown.verdict,
             name=name,
-            engine=self.engine,
+            engine=self.trial.engine,
             device=self.device,
             path=shown.path,
             script=shown.script,
@@ -217,7 +182,7 @@ class Judge:
         tally = self.tallies.setdefault(name, Tally())
         began = time.monotonic()
         try:
-            judged = self._confirmed(check, case, name)
+            judged = self.trial.confirmed(check, case, name)
         except UnsupportedCase as error:
             tally.refuse(str(error), by_engine=not isinstance(error, NotOffered))
             self._redraw(case, name)
@@ -229,7 +194,7 @@ class Judge:
             tally.seconds += time.monotonic() - began
         return self._counted(judged, case, name, tally)
 
-    def _counted(self, judged: _Judged, case: Case, name: str, tally: Tally) -> _Failure | None:
+    def _counted(self, judged: Tried, case: Case, name: str, tally: Tally) -> _Failure | None:
         verdict, how = judged.ending.verdict, judged.ending.how
         if judged.issue is not None:
             tally.add_judged(case, verdict, judged.issue.id)
@@ -242,7 +207,7 @@ class Judge:
             case "inconclusive":
                 tally.add_inconclusive()
                 self._hangs += how == "Hung"
-                self.hangs.count += how == "Hung"
+                self.trial.hangs.count += how == "Hung"
             case "fail":
                 tally.add_judged(case, verdict, None)
             case "pass" if judged.fixed is not None:
@@ -255,7 +220,7 @@ class Judge:
                 return None
         path = repro_path(self.repro_folder, case, name)
         message = failure_message(
-            case, verdict, name=name, engine=self.engine, device=self.device, path=path
+            case, verdict, name=name, engine=self.trial.engine, device=self.device, path=path
         )
         own = how in {"Failed", "Died", "Hung"} or how.startswith("Raised")
         return _Failure(
@@ -281,75 +246,13 @@ class Judge:
         A search ends by judging its smallest case once more, so its files are the ones that stay.
         """
         path = write_repro(
-            self.repro_folder, case, property_id=name, engine=self.engine, device=self.device
+            self.repro_folder, case, property_id=name, engine=self.trial.engine, device=self.device
         )
         before = self._kept.get(name, path)
         if before != path:
             remove_repro(before)
         self._kept[name] = path
         return path
-
-    def _confirmed(self, check: Check, case: Case, name: str) -> _Judged:
-        """How the case ends in a warm world; anything but a pass is repeated in a fresh one.
-
-        A known issue needs no confirmation, and its end does.
-        """
-        if self.hangs.count >= MAX_HANGS_OF_ALL:
-            reason = f"not run: {self.hangs.count} cases have hung before"
-            return _Judged(ending=Ending(verdict=inconclusive(reason), how="NotRun"))
-        hung = self._known_to_hang(name, case)
-        if hung is not None:
-            reason = f"not run: known issue {hung.id} has hung before"
-            return _Judged(ending=Ending(verdict=not_applicable(reason), how="NotRun"))
-        warm = self._run(check, case, name, self.worlds)
-        if warm.issue is not None or warm.ending.verdict.outcome == "not_applicable":
-            return warm
-        if warm.ending.verdict.outcome == "pass" and warm.fixed is None:
-            return warm
-        try:
-            fresh = self._run(check, case, name, self.worlds.fresh)
-        except UnsupportedCase as error:
-            refusal = Ending(verdict=not_applicable(str(error)), how="Refused")
-            fresh = _Judged(ending=refusal)
-        if fresh.ending.verdict.outcome == warm.ending.verdict.outcome:
-            return fresh
-        reason = (
-            "state leak or flake: the same case in a fresh world is "
-            f"{told(fresh.ending.verdict)}; before it was {told(warm.ending.verdict)}"
-        )
-        return _Judged(ending=Ending(verdict=inconclusive(reason), how="Flaked"))
-
-    def _run(self, check: Check, case: Case, name: str, run: Run) -> _Judged:
-        """The case's end in a world, held against the known issues."""
-        watched = Watched(run)
-        try:
-            ending = ending_of(check, case, watched)
-        except UnsupportedCase as error:
-            row = axes_of(watched.cases[-1])
-            if row is not None and is_lacking(row, self.lacks):
-                raise NotOffered(str(error)) from error
-            raise
-        issues, ran = self.known_issues, watched.cases or [case]
-        match ending.verdict.outcome:
-            case "pass":
-                fixed = fixed_issue(issues, engine=self.engine, property_id=name, ran=ran)
-                return _Judged(ending=ending, shown=watched.shown, fixed=fixed)
-            case "fail" | "inconclusive":
-                issue = known_issue(
-                    issues, engine=self.engine, property_id=name, ran=ran, ending=ending
-                )
-                if issue is not None and ending.how == "Hung":
-                    self.hangs.known.add(issue.id)
-                return _Judged(ending=ending, shown=watched.shown, issue=issue)
-        return _Judged(ending=ending)
-
-    def _known_to_hang(self, name: str, case: Case) -> KnownIssue | None:
-        """The issue that has hung in this process and may again in this case."""
-        for issue in self.known_issues:
-            hung = issue.id in self.hangs.known and issue.concerns(self.engine, name)
-            if hung and issue.hits(case):
-                return issue
-        return None
 
 
 def _climb(margin: float | None, name: str) -> None:

@@ -37,6 +37,7 @@ from properties.session import (
     Session,
 )
 from properties.suite import Search, Suite
+from properties.trial import Trial
 
 WORKERS_PER_GPU = 4
 
@@ -222,13 +223,15 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """`judge(check, case)`: run, confirm, write the repro, raise the property's exception."""
     session = request.config.stash[SESSION]
     judging = Judge(
-        worlds=session.worlds,
-        engine=session.engine,
-        device=session.device,
+        trial=Trial(
+            worlds=session.worlds,
+            engine=session.engine,
+            known_issues=KNOWN_ISSUES,
+            hangs=session.hangs,
+            lacks=session.lacks,
+        ),
         repro_folder=Path(".repro"),
-        known_issues=KNOWN_ISSUES,
-        hangs=session.hangs,
-        lacks=session.lacks,
+        device=session.device,
         rations=session.rations,
         budget=session.budget,
     )

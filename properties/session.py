@@ -17,12 +17,12 @@ from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world.pool import WorldPool
 from properties import nights, shared
 from properties.budget import Budget
-from properties.judge import Hangs
 from properties.outcome import Worlds
 from properties.probe import ProbedWorlds, probe
 from properties.profiles import PROFILES, Profile
 from properties.report import Report
 from properties.repro import read_case_file, read_text
+from properties.trial import Hangs
 from properties.trusted import Rations
 
 WORKER_SEED = "fsdp_properties_seed"

@@ -13,8 +13,9 @@ from fsdp_engine.contract.observation import Numerics, Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing
 from properties.issues.issue import KnownIssue
-from properties.judge import Hangs, Judge
+from properties.judge import Judge
 from properties.strategies.tables import one_case
+from properties.trial import Trial
 
 Behaviour: TypeAlias = Callable[[Case], Verdict]
 
@@ -91,9 +92,6 @@ def judge_of(
     folder: Path, warm: Behaviour, fresh: Behaviour | None = None, *issues: KnownIssue
 ) -> Judge:
     return Judge(
-        worlds=FakeWorlds(warm, fresh),
-        engine="fake",
+        trial=Trial(worlds=FakeWorlds(warm, fresh), engine="fake", known_issues=issues),
         repro_folder=folder,
-        known_issues=issues,
-        hangs=Hangs(),
     )

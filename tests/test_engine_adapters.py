@@ -20,9 +20,10 @@ from fsdp_engine.contract.protocol import Engine
 from fsdp_engine.world.pool import WorldPool
 from fsdp_engine.world.registry import OPTIONAL, load_engine
 from properties.catalog import load_check
-from properties.judge import Hangs, Judge
+from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.outcome import ending_of
+from properties.trial import Trial
 from tests.known_issue_cases import SHOWN
 from tests.world_cases import world_case
 
@@ -67,11 +68,8 @@ def test_what_torch_gets_wrong_shows_through_and_is_known(
     _engine(name)
     (shown,) = (one for one in SHOWN if one.id == "fsdp2-restore-while-gathered")
     judge = Judge(
-        worlds=pools[name],
-        engine=name,
+        trial=Trial(worlds=pools[name], engine=name, known_issues=KNOWN_ISSUES),
         repro_folder=tmp_path,
-        known_issues=KNOWN_ISSUES,
-        hangs=Hangs(),
     )
     judge(load_check(shown.found_by), shown.case)
     (tally,) = judge.tallies.values()

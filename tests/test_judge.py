@@ -73,9 +73,9 @@ def test_a_failure_says_everything_and_ends_with_the_command(tmp_path: Path) -> 
 def test_a_failing_case_is_not_run_again(tmp_path: Path) -> None:
     judge = judge_of(tmp_path, lambda _: WRONG)
     first = str(_failure(judge))
-    runs = cast(FakeWorlds, judge.worlds).num_runs
+    runs = cast(FakeWorlds, judge.trial.worlds).num_runs
     assert str(_failure(judge)) == first
-    assert cast(FakeWorlds, judge.worlds).num_runs == runs
+    assert cast(FakeWorlds, judge.trial.worlds).num_runs == runs
     assert judge.tallies[HAND_ON].drawn == 1
 
 

@@ -53,7 +53,7 @@ def test_hangs_are_rationed_while_shrinking(tmp_path: Path) -> None:
 
     with pytest.raises(PropertyFailure, match="inconclusive"):
         search()
-    assert cast(FakeWorlds, judge.worlds).num_runs <= 2 * MAX_HANGS
+    assert cast(FakeWorlds, judge.trial.worlds).num_runs <= 2 * MAX_HANGS
 
 
 def test_shrinking_does_not_slip_to_another_failure(tmp_path: Path) -> None:

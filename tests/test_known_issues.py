@@ -15,11 +15,12 @@ from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import passing
 from properties.catalog import load_check
 from properties.issues.issue import KnownIssue
-from properties.judge import Hangs, Judge, PropertyFailure
+from properties.judge import Judge, PropertyFailure
 from properties.known_issues import KNOWN_ISSUES
 from properties.report import Report
 from properties.repro import PROJECT
 from properties.tally import Tally
+from properties.trial import Trial
 from tests.judging import (
     CASE,
     DIED,
@@ -57,11 +58,7 @@ def _pool(pools: Pools, engine: str, device: str) -> WorldPool:
 
 def _judge(folder: Path, pool: WorldPool, engine: str) -> Judge:
     return Judge(
-        worlds=pool,
-        engine=engine,
-        repro_folder=folder,
-        known_issues=KNOWN_ISSUES,
-        hangs=Hangs(),
+        trial=Trial(worlds=pool, engine=engine, known_issues=KNOWN_ISSUES), repro_folder=folder
     )
 
 
@@ -166,7 +163,7 @@ def test_a_known_hang_is_run_once(tmp_path: Path) -> None:
     (tally,) = judge.tallies.values()
     assert (tally.drawn, tally.judged, tally.known_issue) == (3, 1, {"T-1": 1})
     assert tally.not_applicable == {"not run: known issue T-1 has hung before": 2}
-    assert cast(FakeWorlds, judge.worlds).num_runs == 1
+    assert cast(FakeWorlds, judge.trial.worlds).num_runs == 1
 
 
 def test_a_pass_that_a_fresh_world_denies_is_a_flake(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from fsdp_engine.world.pool import WorldPool
 from fsdp_engine.world.registry import load_engine, registered
 from properties.catalog import load_check
 from properties.issues import verl as issues
-from properties.judge import Hangs, Judge
+from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
+from properties.trial import Trial
 from tests.known_issue_cases import MIXED, MLP, NEXT, case_of
 
 GRADIENTS = "gradient-matches-oracle"
@@ -97,7 +98,7 @@ def pool() -> Iterator[WorldPool]:
 
 def _judge(folder: Path, pool: WorldPool) -> Judge:
     return Judge(
-        worlds=pool, engine="verl", repro_folder=folder, known_issues=KNOWN_ISSUES, hangs=Hangs()
+        trial=Trial(worlds=pool, engine="verl", known_issues=KNOWN_ISSUES), repro_folder=folder
     )
 
 

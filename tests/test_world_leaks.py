@@ -13,7 +13,8 @@ from fsdp_engine.contract.errors import EngineRaised
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 from properties.checks.gradients import match_oracle
-from properties.judge import Hangs, Judge, PropertyFailure
+from properties.judge import Judge, PropertyFailure
+from properties.trial import Trial
 from tests.small_cases import small_case
 from tests.world_cases import pids_of
 
@@ -34,7 +35,7 @@ NEXT = replace(CASE, seed=12)
 def test_a_leak_is_told_as_such(tmp_path: Path, engine: str, before: str) -> None:
     with WorldPool(LEAKING + engine) as pool:
         judge = Judge(
-            worlds=pool, engine=engine, repro_folder=tmp_path, known_issues=(), hangs=Hangs()
+            trial=Trial(worlds=pool, engine=engine, known_issues=()), repro_folder=tmp_path
         )
         judge(match_oracle, CASE)
         with pytest.raises(PropertyFailure) as caught:

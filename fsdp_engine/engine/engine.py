@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,10 +21,9 @@ from fsdp_engine.engine.gradient_sync import GradientSync
 from fsdp_engine.engine.mesh import make_mesh, mesh_shape, require_mesh
 from fsdp_engine.engine.micro_batches import plan_batch
 from fsdp_engine.engine.normalise import GlobalCounts, count, normalise
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.residency import Residency
-from fsdp_engine.engine.schedule import lr_factor
 from fsdp_engine.engine.sharding import replicates
-from fsdp_engine.engine.step import STATE_SLOTS, clip, global_norm, local_gradients, make_optimizer
 from fsdp_engine.engine.units import find_units
 from fsdp_engine.engine.usage import Usage
 from fsdp_engine.engine.weights import WeightPlan, Weights
@@ -36,7 +33,6 @@ from fsdp_engine.torch_private.shards import (
     gradient_shards,
     parameter_shards,
     plain_name,
-    state_shards,
     write_shards,
 )
 from fsdp_engine.torch_private.trainable import set_trainable
@@ -93,7 +89,7 @@ class FsdpEngine:
         self._optimization = (
             None
             if config.forward_only or optimizer is None
-            else _Optimization(self.module, optimizer, num_shards=shape[-1], device=device)
+            else Optimization(self.module, optimizer, num_shards=shape[-1], device=device)
         )
         own = self._optimization
         self._residency = Residency(
@@ -361,45 +357,7 @@ class FsdpEngine:
         reset(self.module)
         self.zero_grad()
 
-    def _optimizer(self, asked: str) -> _Optimization:
+    def _optimizer(self, asked: str) -> Optimization:
         if self._optimization is None:
             raise EngineStateError(f"{asked}: not with forward_only=True, which has no optimizer")
         return self._optimization
-
-
-class _Optimization:
-    """Optimizer, clipping and schedule over the wrapped module."""
-
-    def __init__(
-        self, module: nn.Module, config: OptimizerConfig, *, num_shards: int, device: torch.device
-    ) -> None:
-        self._module = module
-        self._config = config
-        self._num_shards = num_shards
-        self._device = device
-        self._optimizer = make_optimizer(module, config)
-        factor: Any = partial(lr_factor, config)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
-
-    def step(self) -> StepResult:
-        gradients = local_gradients(self._module)
-        norm = global_norm(gradients, self._num_shards, self._device)
-        finite = math.isfinite(norm)
-        if finite:
-            clip(gradients, norm, self._config.clip_grad)
-            self._optimizer.step()
-        return StepResult(norm=norm, stepped=finite)
-
-    def state(self) -> Iterator[tuple[str, LocalShard]]:
-        return state_shards(self._module, self._optimizer, STATE_SLOTS[self._config.optimizer])
-
-    def saved(self) -> checkpoint.Optimization:
-        """What a checkpoint holds of it."""
-        slots = STATE_SLOTS[self._config.optimizer]
-        return checkpoint.Optimization(
-            optimizer=self._optimizer, schedule=self._schedule, slots=slots
-        )
-
-    def lr_step(self) -> float:
-        self._schedule.step()
-        return float(self._schedule.get_last_lr()[0])

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_engine.world.pool import WorldPool
-from properties.judge import Hangs, Judge, PropertyFailure
+from properties.judge import Judge, PropertyFailure
 from properties.profiles import PROFILES
 from properties.proof import NUM_RUNS, prove
+from properties.trial import Trial
 from properties.trusted import Rations
 from tests.detection.search import Searching, Watch, items_of, search
 from tests.detection.summary import percentile
@@ -112,11 +113,8 @@ def scripted(fault: Fault, *, seed: int = 0) -> Scripted:
         assert found is not None, f"{fault.name} is not found"
         test, item, _ = found
         judge = Judge(
-            worlds=pool,
-            engine=fault.engine,
+            trial=Trial(worlds=pool, engine=fault.engine, known_issues=()),
             repro_folder=Path(root, "repro"),
-            known_issues=(),
-            hangs=Hangs(),
             rations=Rations(),
         )
         began = time.monotonic()

@@ -14,6 +14,7 @@ from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.case import Case, LossMode, Scalar
 from fsdp_engine.contract.protocol import RankContext
 from fsdp_engine.engine import engine as engine_module
+from fsdp_engine.engine import optimization
 from fsdp_engine.engine.config import OptimizerConfig
 from fsdp_engine.engine.config_sources import SYNC_FIELD, from_mapping
 from fsdp_engine.engine.engine import FsdpEngine
@@ -89,7 +90,7 @@ class WeightDecayNotPassedOn(Planted):
     """`weight_decay` is accepted and never reaches the optimizer."""
 
     def plant_faults(self, case: Case) -> None:  # noqa: ARG002
-        plant(engine_module, "make_optimizer", _without_decay)
+        plant(optimization, "make_optimizer", _without_decay)
 
 
 def _without_decay(module: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -12,14 +12,16 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.protocol import LocalShard, StepResult
 from fsdp_engine.engine import engine as engine_module
+from fsdp_engine.engine import optimization
 from fsdp_engine.engine.config import DTYPES, OptimizerConfig
-from fsdp_engine.engine.engine import FsdpEngine, _Optimization
+from fsdp_engine.engine.engine import FsdpEngine
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.step import make_optimizer
 from fsdp_engine.torch_private.shards import write_shards
 from tests.faults.planting import Planted
 
 
-class _FillsGradients(_Optimization):
+class _FillsGradients(Optimization):
     def step(self) -> StepResult:
         for parameter in self._module.parameters():
             if parameter.grad is None:
@@ -30,7 +32,7 @@ class _FillsGradients(_Optimization):
 class AbsentGradientsAreZero(Planted):
     """Frozen and unused parameters get a gradient of zeros, and so decay and moments."""
 
-    exchanged = ((engine_module, "_Optimization", _FillsGradients),)
+    exchanged = ((engine_module, "Optimization", _FillsGradients),)
 
 
 class _TakesAllAsUsed(FsdpEngine):
@@ -67,7 +69,7 @@ def _over_trainable(module: nn.Module, config: OptimizerConfig) -> torch.optim.O
 class UnfrozenStaysOut(Planted):
     """The optimizer holds what was trainable at the start; what is unfrozen later never moves."""
 
-    exchanged = ((engine_module, "make_optimizer", _over_trainable),)
+    exchanged = ((optimization, "make_optimizer", _over_trainable),)
 
 
 class _RoundsUnfrozen(FsdpEngine):

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.contract.protocol import StepResult
 from fsdp_engine.engine import engine as engine_module
-from fsdp_engine.engine.engine import _Optimization
+from fsdp_engine.engine import optimization
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.step import clip, global_norm, local_gradients
 from tests.faults.planting import Planted
 
@@ -28,10 +29,10 @@ def _of_own_shard(gradients: Iterable[Tensor], _num_shards: int, _device: torch.
 class NormOfOwnShard(Planted):
     """Every rank takes the norm of its own shard for that of the whole gradient and clips by it."""
 
-    exchanged = ((engine_module, "global_norm", _of_own_shard),)
+    exchanged = ((optimization, "global_norm", _of_own_shard),)
 
 
-class _ReportsOwnNorm(_Optimization):
+class _ReportsOwnNorm(Optimization):
     def step(self) -> StepResult:
         own = _own_norm(local_gradients(self._module))
         result = super().step()
@@ -41,7 +42,7 @@ class _ReportsOwnNorm(_Optimization):
 class OwnNormReported(Planted):
     """Clipped by the norm of the whole gradient, but a rank's own part of it is reported."""
 
-    exchanged = ((engine_module, "_Optimization", _ReportsOwnNorm),)
+    exchanged = ((engine_module, "Optimization", _ReportsOwnNorm),)
 
 
 def _of_first_rank(gradients: Iterable[Tensor], _num_shards: int, device: torch.device) -> float:
@@ -51,7 +52,7 @@ def _of_first_rank(gradients: Iterable[Tensor], _num_shards: int, device: torch.
 class FirstRankAlone(Planted):
     """Sharded gradients are taken for replicated ones: other ranks than 0 add nothing."""
 
-    exchanged = ((engine_module, "global_norm", _of_first_rank),)
+    exchanged = ((optimization, "global_norm", _of_first_rank),)
 
 
 def _of_all_ranks(gradients: Iterable[Tensor], _num_shards: int, device: torch.device) -> float:
@@ -61,7 +62,7 @@ def _of_all_ranks(gradients: Iterable[Tensor], _num_shards: int, device: torch.d
 class ReplicasCountedTwice(Planted):
     """The squares of all ranks are added, those of every replica as well."""
 
-    exchanged = ((engine_module, "global_norm", _of_all_ranks),)
+    exchanged = ((optimization, "global_norm", _of_all_ranks),)
 
 
 def _over_replicas(gradients: Iterable[Tensor], num_shards: int, device: torch.device) -> float:
@@ -77,10 +78,10 @@ def _over_replicas(gradients: Iterable[Tensor], num_shards: int, device: torch.d
 class NormOverReplicaAxis(Planted):
     """On a 2-D mesh the squares are added over the replicas instead of over the shards."""
 
-    exchanged = ((engine_module, "global_norm", _over_replicas),)
+    exchanged = ((optimization, "global_norm", _over_replicas),)
 
 
-class _CountsAliases(_Optimization):
+class _CountsAliases(Optimization):
     def step(self) -> StepResult:
         norm = global_norm(_with_aliases(self._module), self._num_shards, self._device)
         finite = math.isfinite(norm)
@@ -99,10 +100,10 @@ def _with_aliases(module: nn.Module) -> list[Tensor]:
 class TiedWeightTwice(Planted):
     """A tied weight is counted under each of its names."""
 
-    exchanged = ((engine_module, "_Optimization", _CountsAliases),)
+    exchanged = ((engine_module, "Optimization", _CountsAliases),)
 
 
-class _MeasuresAfterwards(_Optimization):
+class _MeasuresAfterwards(Optimization):
     def step(self) -> StepResult:
         result = super().step()
         if not result.stepped:
@@ -114,10 +115,10 @@ class _MeasuresAfterwards(_Optimization):
 class NormAfterClipping(Planted):
     """The norm is taken when the gradients are clipped already."""
 
-    exchanged = ((engine_module, "_Optimization", _MeasuresAfterwards),)
+    exchanged = ((engine_module, "Optimization", _MeasuresAfterwards),)
 
 
-class _KeepsNorm(_Optimization):
+class _KeepsNorm(Optimization):
     _kept: float | None = None
 
     def step(self) -> StepResult:
@@ -135,4 +136,4 @@ class _KeepsNorm(_Optimization):
 class NormOfStepBefore(Planted):
     """A norm is kept and used, and reported, at the next step."""
 
-    exchanged = ((engine_module, "_Optimization", _KeepsNorm),)
+    exchanged = ((engine_module, "Optimization", _KeepsNorm),)

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.contract.protocol import StepResult
 from fsdp_engine.engine import engine as engine_module
+from fsdp_engine.engine import optimization
 from fsdp_engine.engine.config import EngineConfig, OptimizerConfig
-from fsdp_engine.engine.engine import _Optimization
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.step import make_optimizer
 from fsdp_engine.engine.units import Unit
 from fsdp_engine.engine.wrap import wrap
@@ -28,7 +29,7 @@ def _wrap_with_early_optimizer(
     def make_early(_module: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
         return make_optimizer(early, optimizer)
 
-    plant(engine_module, "make_optimizer", make_early)
+    plant(optimization, "make_optimizer", make_early)
     return wrap(units, config, mesh, device)
 
 
@@ -48,7 +49,7 @@ def _defaults_on_other_ranks(module: nn.Module, config: OptimizerConfig) -> torc
 class DefaultsOnOtherRanks(Planted):
     """Only rank 0 has the configured settings, the others have the optimizer's defaults."""
 
-    exchanged = ((engine_module, "make_optimizer", _defaults_on_other_ranks),)
+    exchanged = ((optimization, "make_optimizer", _defaults_on_other_ranks),)
 
 
 def _with_two_groups(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -66,10 +67,10 @@ def _with_two_groups(module: nn.Module, config: OptimizerConfig) -> torch.optim.
 class SecondGroupHasDefaults(Planted):
     """Parameters are in two groups, and only the first one gets the configured settings."""
 
-    exchanged = ((engine_module, "make_optimizer", _with_two_groups),)
+    exchanged = ((optimization, "make_optimizer", _with_two_groups),)
 
 
-class _RoundsMoments(_Optimization):
+class _RoundsMoments(Optimization):
     def step(self) -> StepResult:
         result = super().step()
         for state in self._optimizer.state.values():
@@ -82,10 +83,10 @@ class _RoundsMoments(_Optimization):
 class MomentsInBf16(Planted):
     """The moments are kept in bf16, whatever the parameters are stored in."""
 
-    exchanged = ((engine_module, "_Optimization", _RoundsMoments),)
+    exchanged = ((engine_module, "Optimization", _RoundsMoments),)
 
 
-class _LosesUpdates(_Optimization):
+class _LosesUpdates(Optimization):
     _number = 0
 
     @torch.no_grad()
@@ -102,7 +103,7 @@ class _LosesUpdates(_Optimization):
 class EverySecondUpdateLost(Planted):
     """Every second update stays in a copy that the next forward does not see."""
 
-    exchanged = ((engine_module, "_Optimization", _LosesUpdates),)
+    exchanged = ((engine_module, "Optimization", _LosesUpdates),)
 
 
 def _coupled(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -119,7 +120,7 @@ def _coupled(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimize
 class DecayCoupled(Planted):
     """Weight decay is added to the gradient, as in Adam, and so goes through the moments."""
 
-    exchanged = ((engine_module, "make_optimizer", _coupled),)
+    exchanged = ((optimization, "make_optimizer", _coupled),)
 
 
 def _with_large_epsilon(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -133,10 +134,10 @@ def _with_large_epsilon(module: nn.Module, config: OptimizerConfig) -> torch.opt
 class EpsilonTooLarge(Planted):
     """AdamW's epsilon is 1e-6 instead of 1e-8."""
 
-    exchanged = ((engine_module, "make_optimizer", _with_large_epsilon),)
+    exchanged = ((optimization, "make_optimizer", _with_large_epsilon),)
 
 
-class _CountsTwice(_Optimization):
+class _CountsTwice(Optimization):
     def step(self) -> StepResult:
         result = super().step()
         if result.stepped:
@@ -149,4 +150,4 @@ class _CountsTwice(_Optimization):
 class StepsCountedTwice(Planted):
     """AdamW's step counter advances by two: the bias correction fades too early."""
 
-    exchanged = ((engine_module, "_Optimization", _CountsTwice),)
+    exchanged = ((engine_module, "Optimization", _CountsTwice),)

@@ -11,15 +11,17 @@ from torch import nn
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.protocol import Losses, StepResult, TokenLoss
 from fsdp_engine.engine import engine as engine_module
+from fsdp_engine.engine import optimization
 from fsdp_engine.engine.config import OptimizerConfig
-from fsdp_engine.engine.engine import FsdpEngine, _Optimization
+from fsdp_engine.engine.engine import FsdpEngine
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.schedule import lr_factor
 from fsdp_engine.engine.step import make_optimizer
 from fsdp_engine.workload.batches import LocalBatch
 from tests.faults.planting import Planted
 
 
-class _MakesAnother(_Optimization):
+class _MakesAnother(Optimization):
     def __init__(
         self, module: nn.Module, config: OptimizerConfig, *, num_shards: int, device: torch.device
     ) -> None:
@@ -30,7 +32,7 @@ class _MakesAnother(_Optimization):
 class ScheduleOfDiscardedOptimizer(Planted):
     """The optimizer is made again after the schedule, which goes on to change the old one."""
 
-    exchanged = ((engine_module, "_Optimization", _MakesAnother),)
+    exchanged = ((engine_module, "Optimization", _MakesAnother),)
 
 
 def _without_warmup(config: OptimizerConfig, step: int) -> float:
@@ -40,7 +42,7 @@ def _without_warmup(config: OptimizerConfig, step: int) -> float:
 class WarmupIgnored(Planted):
     """The learning rate is whole from the first step on."""
 
-    exchanged = ((engine_module, "lr_factor", _without_warmup),)
+    exchanged = ((optimization, "lr_factor", _without_warmup),)
 
 
 def _one_ahead(config: OptimizerConfig, step: int) -> float:
@@ -50,10 +52,10 @@ def _one_ahead(config: OptimizerConfig, step: int) -> float:
 class ScheduleOneAhead(Planted):
     """The schedule counts steps from one: every rate comes a step too early."""
 
-    exchanged = ((engine_module, "lr_factor", _one_ahead),)
+    exchanged = ((optimization, "lr_factor", _one_ahead),)
 
 
-class _WaitsForSteps(_Optimization):
+class _WaitsForSteps(Optimization):
     _stepped = True
 
     def step(self) -> StepResult:
@@ -70,7 +72,7 @@ class _WaitsForSteps(_Optimization):
 class ScheduleWaitsAfterSkip(Planted):
     """Where the optimizer did not step, the schedule does not either."""
 
-    exchanged = ((engine_module, "_Optimization", _WaitsForSteps),)
+    exchanged = ((engine_module, "Optimization", _WaitsForSteps),)
 
 
 class _AdvancesWithMicroBatches(FsdpEngine):

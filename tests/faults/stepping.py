@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from fsdp_engine.adapters import reference as adapter
 from fsdp_engine.contract.protocol import StepResult
 from fsdp_engine.engine import engine as engine_module
-from fsdp_engine.engine.engine import FsdpEngine, _Optimization
+from fsdp_engine.engine import optimization
+from fsdp_engine.engine.engine import FsdpEngine
 from fsdp_engine.engine.gradient_sync import GradientSync
+from fsdp_engine.engine.optimization import Optimization
 from fsdp_engine.engine.step import clip, global_norm, local_gradients
 from tests.faults.planting import Planted
 
@@ -26,10 +28,10 @@ def _once(module: nn.Module) -> Iterator[Tensor]:
 class ClippingFindsNothing(Planted):
     """The gradients come from an iterator, which the norm has used up before they are scaled."""
 
-    exchanged = ((engine_module, "local_gradients", _once),)
+    exchanged = ((optimization, "local_gradients", _once),)
 
 
-class _ClipsAfterwards(_Optimization):
+class _ClipsAfterwards(Optimization):
     def step(self) -> StepResult:
         gradients = local_gradients(self._module)
         norm = global_norm(gradients, self._num_shards, self._device)
@@ -43,7 +45,7 @@ class _ClipsAfterwards(_Optimization):
 class ClippedAfterStep(Planted):
     """The gradients are clipped when the optimizer has used them already."""
 
-    exchanged = ((engine_module, "_Optimization", _ClipsAfterwards),)
+    exchanged = ((engine_module, "Optimization", _ClipsAfterwards),)
 
 
 class _ClipsEachTime(GradientSync):
@@ -65,7 +67,7 @@ class ClippedPerMicroBatch(Planted):
     exchanged = ((engine_module, "GradientSync", _ClipsEachTime),)
 
 
-class _StepsAnyway(_Optimization):
+class _StepsAnyway(Optimization):
     def step(self) -> StepResult:
         gradients = local_gradients(self._module)
         norm = global_norm(gradients, self._num_shards, self._device)
@@ -77,7 +79,7 @@ class _StepsAnyway(_Optimization):
 class StepTakenAnyway(Planted):
     """Nobody asks whether the norm is finite."""
 
-    exchanged = ((engine_module, "_Optimization", _StepsAnyway),)
+    exchanged = ((engine_module, "Optimization", _StepsAnyway),)
 
 
 class _AsksItsOwnLoss(FsdpEngine):
@@ -88,7 +90,7 @@ class _AsksItsOwnLoss(FsdpEngine):
         return super().step()
 
 
-class _GoesByFlag(_Optimization):
+class _GoesByFlag(Optimization):
     overflow = False
 
     def step(self) -> StepResult:
@@ -105,7 +107,7 @@ class OverflowFlagPerRank(Planted):
 
     exchanged = (
         (adapter, "FsdpEngine", _AsksItsOwnLoss),
-        (engine_module, "_Optimization", _GoesByFlag),
+        (engine_module, "Optimization", _GoesByFlag),
     )
 
 
@@ -125,7 +127,7 @@ class BadGradientsKept(Planted):
     exchanged = ((adapter, "FsdpEngine", _KeepsGradients),)
 
 
-class _StepsWithZeros(_Optimization):
+class _StepsWithZeros(Optimization):
     def step(self) -> StepResult:
         result = super().step()
         if not result.stepped:
@@ -138,4 +140,4 @@ class _StepsWithZeros(_Optimization):
 class SkippedStepDecays(Planted):
     """Bad gradients are set to zero and stepped with: weights decay, moments and counters move."""
 
-    exchanged = ((engine_module, "_Optimization", _StepsWithZeros),)
+    exchanged = ((engine_module, "Optimization", _StepsWithZeros),)
