@@ -21,7 +21,8 @@ from fsdp_engine.contract.errors import FsdpPropertiesError
 from fsdp_engine.contract.protocol import DEVICES
 from fsdp_engine.world import processes
 from fsdp_engine.world.device import settle
-from fsdp_engine.world.torchrun import Places, in_job, open_places, serve_place
+from fsdp_engine.world.place import serve_place
+from fsdp_engine.world.torchrun import Places, in_job, open_places
 
 
 class Job:

@@ -6,15 +6,12 @@ action says so the step, the clipped gradients, the schedule, the parameters and
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp_engine.contract.actions import (
     Action,
@@ -38,7 +35,6 @@ from fsdp_engine.contract.observation import (
     ExportRecord,
     InferRecord,
     LocalArray,
-    ModuleState,
     OptimizerState,
     RankObservation,
     Record,
@@ -54,12 +50,11 @@ from fsdp_engine.contract.protocol import (
     RankContext,
     StepResult,
     TokenLoss,
-    Trainee,
 )
-from fsdp_engine.torch_private.shards import plain_name
 from fsdp_engine.workload.batches import LocalBatch, local_batch
 from fsdp_engine.workload.losses import token_loss
 from fsdp_engine.workload.models import part_names, unit_names
+from fsdp_engine.world import reading
 from fsdp_engine.world.consumer import Consumer, as_array
 from fsdp_engine.world.damage import damaged_copy, damaged_path
 from fsdp_engine.world.injection import Interruption, is_injected, poisoned
@@ -108,11 +103,11 @@ class _Run:
         """Parameters and mode as they were built; from here on forwards are seen."""
         trainee, recorder = self._trainee, self._recorder
         with recorder.during("other"):
-            self._start = _copies(trainee.parameters())
+            self._start = reading.copies(trainee.parameters())
         recorder.take()
         self.watching.enter_context(recorder.watching(trainee.module))
         self._consumer = Consumer(trainee, aside=lambda: recorder.during("other"))
-        return _arrays(self._start), trainee.module.training
+        return reading.arrays(self._start), trainee.module.training
 
     def record(self, action: Action) -> Record:
         """Run one action."""
@@ -158,19 +153,7 @@ class _Run:
         """Where everything is now; None on the host, where there is nothing to tell."""
         if self._context.device == "cpu":
             return None
-        module = self._trainee.module
-        parameters = list(module.parameters())
-        return Resting(
-            parameters=_places(parameters),
-            gradients=_places(p.grad for p in parameters if p.grad is not None),
-            buffers=_places(module.buffers()),
-            optimizer=_places(
-                shard.data
-                for slot, shard in self._trainee.optimizer_state()
-                if slot != "step" and shard.data is not None
-            ),
-            device_bytes=self._recorder.device_bytes(),
-        )
+        return reading.resting(self._trainee, device_bytes=self._recorder.device_bytes())
 
     def _checkpoint(self, action: Save | Load | Reject) -> StateRecord:
         """Random numbers are drawn, so that every rank's go on by another count."""
@@ -180,13 +163,13 @@ class _Run:
             torch.rand(1 + self._rank)
             match action:
                 case Save():
-                    random = _random_digest()
+                    random = reading.random_digest()
                     self._saver.save(str(folder), max_to_keep=action.max_to_keep or None)
                 case Load():
                     if action.fresh:
                         self._rebuild(case_behind(self._case, action))
                     self._saver.load(str(folder))
-                    random = _random_digest()
+                    random = reading.random_digest()
                 case Reject():
                     raised = self._reject(action, folder)
         return replace(self._state_record(raised=raised), random=random)
@@ -228,14 +211,14 @@ class _Run:
             before = recorder.device_bytes()
             with recorder.during("plan"):
                 losses = trainee.forward_backward(self._local(batch), loss)
-            gradients = _arrays(trainee.gradients())
+            gradients = reading.arrays(trainee.gradients())
             if step:
                 with recorder.during("step"):
                     result = trainee.step()
                     lr = trainee.lr_step()
-                clipped = _arrays(trainee.gradients())
-                parameters = _arrays(trainee.parameters())
-                optimizer_state = _optimizer_state(trainee)
+                clipped = reading.arrays(trainee.gradients())
+                parameters = reading.arrays(trainee.parameters())
+                optimizer_state = reading.optimizer_state(trainee)
             metrics = trainee.metrics()
             after = recorder.device_bytes()
             with recorder.during("leave"):
@@ -277,7 +260,7 @@ class _Run:
 
     def _export(self, action: Export | Resume) -> ExportRecord:
         trainee, recorder = self._trainee, self._recorder
-        before = _state(trainee)
+        before = reading.module_state(trainee)
         recorder.take()
         recorder.take_copies()
         with recorder.during("export"):
@@ -288,7 +271,7 @@ class _Run:
             raised=raised,
             tensors=tensors,
             before=before,
-            after=_state(trainee),
+            after=reading.module_state(trainee),
             collectives=collectives,
             copies=copies,
         )
@@ -314,8 +297,8 @@ class _Run:
         return self._state_record(raised=raised, injected=interruption.happened)
 
     def _state_record(self, *, raised: str = "", injected: bool = False) -> StateRecord:
-        state = _state(self._trainee)
-        optimizer_state = _optimizer_state(self._trainee)
+        state = reading.module_state(self._trainee)
+        optimizer_state = reading.optimizer_state(self._trainee)
         collectives, _ = self._recorder.take()
         return StateRecord(
             raised=raised,
@@ -329,51 +312,3 @@ class _Run:
 
     def _local(self, batch: int) -> LocalBatch:
         return local_batch(self._case, batch, self._rank)
-
-
-def _state(trainee: Trainee) -> ModuleState:
-    module = trainee.module
-    parameters = {plain_name(name): value for name, value in module.named_parameters()}
-    buffers = {plain_name(name): value for name, value in module.named_buffers()}
-    return ModuleState(
-        training=module.training,
-        requires_grad={name: value.requires_grad for name, value in parameters.items()},
-        devices={name: str(value.device) for name, value in {**parameters, **buffers}.items()},
-        parameters=_arrays(trainee.parameters()),
-    )
-
-
-def _optimizer_state(trainee: Trainee) -> OptimizerState:
-    slots: dict[str, list[LocalShard]] = {}
-    for slot, shard in trainee.optimizer_state():
-        slots.setdefault(slot, []).append(shard)
-    return {slot: _arrays(shards) for slot, shards in slots.items()}
-
-
-def _places(tensors: Iterable[Tensor]) -> tuple[str, ...]:
-    return tuple(sorted({tensor.device.type for tensor in tensors}))
-
-
-def _random_digest() -> str:
-    return hashlib.sha256(as_array(torch.get_rng_state()).data).hexdigest()
-
-
-def _copies(shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
-    return tuple(
-        replace(
-            shard, data=None if shard.data is None else shard.data.detach().to("cpu", copy=True)
-        )
-        for shard in shards
-    )
-
-
-def _arrays(shards: Iterable[LocalShard]) -> tuple[LocalArray, ...]:
-    return tuple(
-        LocalArray(
-            name=shard.name,
-            full_shape=tuple(shard.full_shape),
-            placement=shard.placement,
-            data=None if shard.data is None else as_array(shard.data),
-        )
-        for shard in shards
-    )

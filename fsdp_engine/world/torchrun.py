@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hmac
-import json
 import os
 import secrets
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,24 +28,15 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_engine.contract.errors import WorldError
+from fsdp_engine.world.job_lines import ADDRESS, ANSWER_TIMEOUT_S, SECRET, accept, read_line
 from fsdp_engine.world.paths import log_path, output_path, stack_path
 from fsdp_engine.world.processes import (
     START_TIMEOUT_S,
     Nursery,
     RankProcess,
-    Zygote,
-    die_with_parent,
-    interrupt,
     message_line,
     start,
 )
-
-ANSWER_TIMEOUT_S = 20.0
-"""How long a place may take for anything but a fork."""
-
-_ADDRESS, _SECRET = "fsdp_properties/address", "fsdp_properties/secret"
-_KEEPALIVE_S = 5
-"""A machine that is gone without a word is noticed after three times this."""
 
 
 def in_job() -> bool:
@@ -69,7 +58,7 @@ class _Place:
         try:
             self.stream.settimeout(timeout_s)
             self.stream.sendall(message_line(request))
-            message, self._pending = _read_line(self.stream, self._pending)
+            message, self._pending = read_line(self.stream, self._pending)
         except (OSError, EOFError) as error:
             self.stream.close()
             raise WorldError(f"rank {self.rank} of the job, on {self.host}, is gone") from error
@@ -132,7 +121,7 @@ class Places:
         pid = place.ask({"fork": request, "token": token}, timeout_s=START_TIMEOUT_S)
         lines: dict[str, socket.socket] = {}
         while len(lines) < 2:
-            stream, hello = _accept(self._listener, self._secret)
+            stream, hello = accept(self._listener, self._secret)
             if hello.get("token") == token:
                 lines[hello["line"]] = stream
             else:
@@ -214,14 +203,14 @@ def open_places(device: str) -> Places:
     host = _own_address()
     listener = socket.create_server((host, 0))
     secret = secrets.token_hex(16)
-    store.set(_SECRET, secret)
-    store.set(_ADDRESS, f"{host} {listener.getsockname()[1]}")
+    store.set(SECRET, secret)
+    store.set(ADDRESS, f"{host} {listener.getsockname()[1]}")
     own = start(device)
     listener.settimeout(START_TIMEOUT_S)
     joined: dict[int, _Place] = {}
     while len(joined) < world_size - 1:
         try:
-            stream, hello = _accept(listener, secret)
+            stream, hello = accept(listener, secret)
         except TimeoutError as error:
             missing = sorted(set(range(1, world_size)) - joined.keys())
             raise WorldError(f"ranks {missing} of the job have not joined") from error
@@ -231,64 +220,6 @@ def open_places(device: str) -> Places:
     with tempfile.NamedTemporaryFile(prefix="fsdp-shared-") as file:
         shares_files = all(place.ask({"exists": file.name}) for place in others)
     return Places(own, others, shares_files, listener, secret)
-
-
-def serve_place(device: str) -> None:
-    """In every other process of the job: fork ranks for the controller until it is gone."""
-    die_with_parent(os.getppid())
-    store, rank, _ = next(dist.rendezvous("env://"))
-    secret = store.get(_SECRET).decode()
-    host, port = store.get(_ADDRESS).decode().split()
-    own = start(device)
-    connect = partial(_connect, host, int(port), secret)
-    control = connect({"rank": rank, "host": socket.gethostname()})
-    place = _Server(own, connect)
-    pending = b""
-    try:
-        while True:
-            request, pending = _read_line(control, pending)
-            try:
-                answer = {"answer": place.answer(request)}
-            except (WorldError, OSError) as error:
-                answer = {"error": str(error)}
-            control.sendall(message_line(answer))
-    except (EOFError, OSError):
-        return
-    finally:
-        own.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The answers of a place, whose ranks come from its `own` zygote."""
-
-    own: Zygote
-    connect: Callable[[dict[str, Any]], socket.socket]
-
-    def answer(self, request: dict[str, Any]) -> Any:
-        """Do what the controller asks."""
-        match request:
-            case {"fork": asked, "token": token}:
-                Path(asked["directory"]).mkdir(mode=0o700, parents=True, exist_ok=True)
-                lines = [
-                    self.connect({"token": token, "line": name}) for name in ("commands", "life")
-                ]
-                return self.own.fork(asked, *lines)
-            case {"exit": pid, "timeout_s": timeout_s}:
-                return self.own.exit_code(pid, timeout_s=timeout_s)
-            case {"end": pids}:
-                return self.own.end_ranks(pids)
-            case {"interrupt": pid}:
-                return interrupt(pid)
-            case {"exists": path}:
-                return Path(path).exists()
-            case {"read": paths}:
-                return [base64.b64encode(_content(Path(path))).decode() for path in paths]
-        raise WorldError(f"{request} is not understood")
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
 
 
 def _handle(rank: int, pid: int) -> int:
@@ -302,53 +233,3 @@ def _own_address() -> str:
     if master in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())
-
-
-def _connect(host: str, port: int, secret: str, hello: dict[str, Any]) -> socket.socket:
-    stream = socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S)
-    _notice_loss(stream)
-    stream.sendall(message_line(hello | {"secret": secret}))
-    stream.settimeout(None)
-    return stream
-
-
-def _accept(listener: socket.socket, secret: str) -> tuple[socket.socket, dict[str, Any]]:
-    """The next connection that shows the secret, and what it says of itself."""
-    while True:
-        stream, _ = listener.accept()
-        stream.settimeout(ANSWER_TIMEOUT_S)
-        try:
-            hello, rest = _read_line(stream, b"", one_by_one=True)
-            assert not rest
-            known = hmac.compare_digest(str(hello.get("secret")), secret)
-        except (OSError, EOFError, ValueError):
-            known, hello = False, {}
-        if known:
-            _notice_loss(stream)
-            stream.settimeout(None)
-            return stream, hello
-        stream.close()
-
-
-def _notice_loss(stream: socket.socket) -> None:
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2)):
-        option = getattr(socket, name, None)
-        if option is not None:
-            seconds = value if name == "TCP_KEEPCNT" else value * _KEEPALIVE_S
-            stream.setsockopt(socket.IPPROTO_TCP, option, seconds)
-
-
-def _read_line(
-    stream: socket.socket, pending: bytes, *, one_by_one: bool = False
-) -> tuple[dict[str, Any], bytes]:
-    """The next message and what came behind it; byte by byte where that is not for here."""
-    while b"\n" not in pending:
-        data = stream.recv(1 if one_by_one else 1 << 16)
-        if not data:
-            raise EOFError("the other side is gone")
-        pending += data
-    line, _, rest = pending.partition(b"\n")
-    message: dict[str, Any] = json.loads(line)
-    return message, rest
