@@ -14,13 +14,22 @@ REST = "tensors-rest-where-asked"
 SAME = "offload-changes-nothing"
 
 
+_MODULES = {
+    "memory": "device_memory",
+    "peak": "device_memory",
+    "copies": "device_copies",
+    "order": "device_order",
+    "residency": "residency",
+}
+
+
 def _on_device(kind: str, name: str, source: str, /, *found_by: str, **shows_in: str) -> Fault:
-    path = name if ":" in name else f"on_device:{name}"
+    path = f"{_MODULES[kind]}:{name}"
     return replace(fault(kind, path, source, *found_by, **shows_in), device="sim")
 
 
 def _residency(name: str, source: str, /, *found_by: str, **shows_in: str) -> Fault:
-    return _on_device("residency", f"residency:{name}", source, *found_by, **shows_in)
+    return _on_device("residency", name, source, *found_by, **shows_in)
 
 
 IN_DEVICES: tuple[Fault, ...] = (
