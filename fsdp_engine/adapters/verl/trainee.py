@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils.fsdp_utils import merged_lora_context
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -32,9 +33,19 @@ from fsdp_engine.workload.batches import LocalBatch
 
 
 class AdaptedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
-    """verl's engine, its new adapter filled with the case's weights before it is wrapped."""
+    """verl's engine, with the case's weights in its adapter and the workload's padding.
+
+    verl gives position 0 to all padding. Nobody looks at it, but a router does send it to experts,
+    and how many rows an expert multiplies decides how sums are rounded.
+    """
 
     adapter: dict[str, Tensor]
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        inputs, other = super().prepare_model_inputs(micro_batch)
+        tokens = inputs["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return {**inputs, "position_ids": positions.expand_as(tokens)}, other
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
         adapted: nn.Module = super()._build_lora_module(module)
