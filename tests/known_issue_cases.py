@@ -232,6 +232,15 @@ SHOWN = (
         )
         for reshard in (True, False)
     ),
+    *(
+        Shown(
+            id="accelerate-fsdp1-resumes-without-moments",
+            case=case_of("fsdp1", Train(step=True), Save(), Load(fresh=True), NEXT, mesh=mesh),
+            found_by="resume-equals-uninterrupted",
+            on="accelerate",
+        )
+        for mesh in ((1,), (2,))
+    ),
 )
 
 MAY_SHOW = (

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_engine.contract.actions import Action, Export, Interrupt, Resume, Train
-from fsdp_engine.contract.case import Case, Strategy
+from fsdp_engine.contract.actions import Action, Eval, Export, Infer, Interrupt, Resume, Train
+from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.case import Case, Mesh, Strategy
 from fsdp_engine.contract.errors import EngineLoadError
 from fsdp_engine.contract.model import Model
 from fsdp_engine.world.pool import WorldPool
 from fsdp_engine.world.registry import load_engine, registered
 from properties.catalog import load_check
 from properties.issues import verl as issues
+from properties.issues.verl_cases import LONG
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.trial import Trial
 from tests.known_issue_cases import MIXED, MLP, NEXT, case_of
 
 GRADIENTS = "gradient-matches-oracle"
+STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 LORA = replace(MLP, lora_rank=2)
 ON_ROOT = Model(family="embedding", tied=True, lora_rank=2, lora_targets="all")
 MOMENT: tuple[Action, ...] = (Export(drain="hold"), Train(step=True), Resume())
@@ -39,6 +42,20 @@ class Shown:
 
 def _low(strategy: Strategy) -> Case:
     return case_of(strategy, model=MLP, dtypes=MIXED, deferred=True)
+
+
+def _with_one_each(case: Case, *shape: int, length: int) -> Case:
+    """The case on that mesh with a sequence of so many positions on every rank."""
+    mesh = Mesh(shape=shape)
+    ranks = (
+        (Sequence(key=key, length=length, loss_tokens=length),) for key in range(mesh.world_size)
+    )
+    return replace(case, mesh=mesh, batches=(Batch(ranks=tuple(ranks)),))
+
+
+def _far(strategy: Strategy) -> Case:
+    case = case_of(strategy, model=Model(family="mixtral", width=8), dtypes="bf16/bf16/fp32")
+    return _with_one_each(case, 2, length=LONG)
 
 
 SHOWN = (
@@ -65,6 +82,21 @@ SHOWN = (
         case=case_of("fsdp1", Export(weights="adapter"), model=LORA),
         found_by="export-matches-oracle",
     ),
+    *(Shown(id="verl-rotary-frequencies-in-bf16", case=_far(strategy)) for strategy in STRATEGIES),
+    Shown(
+        id="verl-fsdp1-evaluation-before-a-forward",
+        case=_with_one_each(case_of("fsdp1", Eval(), Train()), 2, 2, length=3),
+    ),
+    Shown(
+        id="verl-fsdp2-merges-no-few-rows",
+        case=case_of("fsdp2", Export(weights="merged"), model=replace(LORA, hidden=1)),
+        found_by="export-matches-oracle",
+    ),
+    Shown(
+        id="verl-fsdp2-merges-no-few-rows",
+        case=case_of("fsdp2", Infer(adapter="merged"), model=replace(LORA, hidden=1)),
+        found_by="adapter-switch-matches-oracle",
+    ),
     Shown(
         id="verl-fsdp2-export-of-the-moment",
         case=case_of("fsdp2", *MOMENT),
@@ -81,7 +113,7 @@ def test_it_is_registered_and_says_what_it_needs() -> None:
         load_engine("verl")
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.id)
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
 def test_its_issue_is_certain_in_the_case_that_shows_it(shown: Shown) -> None:
     (issue,) = [issue for issue in KNOWN_ISSUES if issue.id == shown.id]
     assert issue.must(shown.case)
@@ -102,7 +134,7 @@ def _judge(folder: Path, pool: WorldPool) -> Judge:
     )
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.id)
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
 def test_its_issue_is_found(pool: WorldPool, tmp_path: Path, shown: Shown) -> None:
     judge = _judge(tmp_path, pool)
     judge(load_check(shown.found_by), shown.case)
@@ -110,7 +142,7 @@ def test_its_issue_is_found(pool: WorldPool, tmp_path: Path, shown: Shown) -> No
     assert tally.known_issue == {shown.id: 1}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtypes", ["fp32", MIXED, "bf16/bf16/fp32"])
 def test_gradients_are_the_replayed_ones(
     pool: WorldPool, tmp_path: Path, strategy: Strategy, dtypes: str
@@ -122,7 +154,7 @@ def test_gradients_are_the_replayed_ones(
     assert (tally.verdict, tally.judged) == ("pass", 1)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_three_changes_it_started_from(
     pool: WorldPool, tmp_path: Path, strategy: Strategy
 ) -> None:

@@ -62,6 +62,7 @@ class Accelerate(PlainEngine):
             without=("adapter", "reshard"),
             lacks=(
                 {"strategy": "fsdp1", "mesh": "grid"},
+                {"strategy": "fsdp1", "mesh": "single", "sync": "deferred"},
                 {"mesh": "column"},
                 {"mesh": "row"},
             ),
@@ -73,6 +74,8 @@ class Accelerate(PlainEngine):
             return "accelerate hands FSDP1 no mesh: it shards over all ranks"
         if mesh.ndim == 2 and 1 in mesh.shape:
             return "ParallelismConfig takes an extent of one as an axis that is not there"
+        if mesh.world_size == 1 and strategy == "fsdp1" and case.engine.deferred:
+            return "accelerate's no_sync does nothing to FSDP1 in one process"
         return refusal(strategy, case)
 
     def numerics(self, case: Case) -> Numerics:

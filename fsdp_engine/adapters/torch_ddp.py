@@ -25,8 +25,13 @@ from fsdp_engine.contract.observation import Level, Numerics, Unit
 from fsdp_engine.contract.protocol import Capabilities, RankContext
 from fsdp_engine.workload.models import build_model, module_arguments, parameter_names
 
-_LEFT_OUT = ("interrupt", "restore", "freeze", "unfreeze", *CHECKPOINT_ACTIONS, *OFFLOAD_ACTIONS)
-"""DDP orders its buckets behind the first batch, and learns only once what trains."""
+_LEFT_OUT = (
+    *("poison", "interrupt", "restore", "freeze", "unfreeze"),
+    *(*CHECKPOINT_ACTIONS, *OFFLOAD_ACTIONS),
+)
+"""DDP learns only once what trains. Behind the first batch it orders its buckets anew, so the next
+one is summed another way round: no two programs with a batch more or less agree in every bit.
+"""
 
 
 class TorchDdp(PlainEngine):

@@ -28,6 +28,22 @@ def surely_loads_state_without_rows(case: Case) -> bool:
     return plain and stepped and loads_state_without_rows(case)
 
 
+def loads_afresh(case: Case) -> bool:
+    """FSDP1: moments are saved, and loaded where no step has been yet."""
+    stepped = saved = False
+    for action in case.program:
+        match action:
+            case Train(step=True):
+                stepped = True
+            case Save():
+                saved = stepped
+            case Load(fresh=True) if saved and case.optimizer.kind == "adamw":
+                return _fsdp1(case)
+            case _:
+                pass
+    return False
+
+
 def _fsdp1(case: Case) -> bool:
     return case.engine.strategy == "fsdp1" and case.mesh.ndim == 1
 
@@ -57,6 +73,18 @@ ACCELERATE = (
         must=surely_loads_state_without_rows,
         ends=("RaisedCheckpointException",),
         says=("Missing key in checkpoint state_dict",),
+        must_in=("resume-equals-uninterrupted",),
+    ),
+    KnownIssue(
+        id="accelerate-fsdp1-resumes-without-moments",
+        engines=("accelerate",),
+        reason="load_state before the first step leaves the optimizer without moments and says "
+        "nothing: it loads what the optimizer has so far, and that is none",
+        reference="docs/findings/accelerate_fsdp1_resume_loses_moments.py",
+        hits=loads_afresh,
+        must=loads_afresh,
+        ends=("Failed",),
+        says=("got absent, should be present",),
         must_in=("resume-equals-uninterrupted",),
     ),
 )
