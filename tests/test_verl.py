@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_engine.contract.actions import Action, Eval, Export, Infer, Interrupt, Resume, Train
-from fsdp_engine.contract.batch import Batch, Sequence
+from fsdp_engine.contract.batch import Batch, Sequence, TokenBudget
 from fsdp_engine.contract.case import Case, Mesh, Strategy
 from fsdp_engine.contract.errors import EngineLoadError
 from fsdp_engine.contract.model import Model
@@ -150,6 +150,22 @@ def test_gradients_are_the_replayed_ones(
     """With the autocast that is declared below fp32; the reduction is judged rigorously."""
     judge = _judge(tmp_path, pool)
     judge(load_check(GRADIENTS), case_of(strategy, dtypes=dtypes))
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.judged) == ("pass", 1)
+
+
+def test_a_router_sends_padding_where_it_does_in_a_replay(pool: WorldPool, tmp_path: Path) -> None:
+    """How many rows an expert multiplies decides how its sums are rounded."""
+    batch = Batch(
+        ranks=(
+            (Sequence(key=0, length=2, loss_tokens=1), Sequence(key=1, length=2, loss_tokens=1)),
+            (Sequence(key=2, length=3, loss_tokens=1), Sequence(key=3, length=5, loss_tokens=2)),
+        )
+    )
+    planning = TokenBudget(max_tokens=12)
+    case = case_of("fsdp1", model=Model(family="mixtral", hidden=5), planning=planning)
+    judge = _judge(tmp_path, pool)
+    judge(load_check(GRADIENTS), replace(case, batches=(batch,), seed=92794))
     (tally,) = judge.tallies.values()
     assert (tally.verdict, tally.judged) == ("pass", 1)
 
