@@ -20,6 +20,7 @@ from fsdp_engine.world.device import num_gpus
 from properties import profiles, progress
 from properties.budget import in_order
 from properties.covering import Axes
+from properties.issues.issue import shown_on
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.profiles import has_failed
@@ -226,7 +227,7 @@ def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
         trial=Trial(
             worlds=session.worlds,
             engine=session.engine,
-            known_issues=KNOWN_ISSUES,
+            known_issues=shown_on(session.device, KNOWN_ISSUES),
             hangs=session.hangs,
             lacks=session.lacks,
         ),

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import AcceleratorError, CaseError, FsdpPropertiesError
-from fsdp_engine.contract.protocol import DEVICES
+from fsdp_engine.contract.protocol import DEVICES, DeviceName
 from fsdp_engine.world.pool import WorldPool
 from properties import nights, shared
 from properties.budget import Budget
@@ -179,10 +179,11 @@ def _profile(name: str) -> Profile:
     return PROFILES[name]
 
 
-def _device(name: str) -> str:
-    if name not in DEVICES:
-        raise pytest.UsageError(f"--device: {name!r} is unknown; legal are {', '.join(DEVICES)}")
-    return name
+def _device(name: str) -> DeviceName:
+    for device in DEVICES:
+        if device == name:
+            return device
+    raise pytest.UsageError(f"--device: {name!r} is unknown; legal are {', '.join(DEVICES)}")
 
 
 def _inherited(config: pytest.Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fsdp_engine.contract.case import Case
 from fsdp_engine.world.pool import WorldPool
 from oracles.verdict import passing
 from properties.catalog import load_check
-from properties.issues.issue import KnownIssue
+from properties.issues.issue import KnownIssue, shown_on
 from properties.judge import Judge, PropertyFailure
 from properties.known_issues import KNOWN_ISSUES
 from properties.report import Report
@@ -144,6 +144,16 @@ def test_an_issue_may_end_otherwise_than_wrong(tmp_path: Path, error: Exception)
     (tally,) = judge.tallies.values()
     assert (tally.verdict, tally.known_issue) == ("known_issue", {"T-1": 1})
     assert not list(tmp_path.iterdir())
+
+
+def test_an_issue_of_the_host_is_none_on_a_device() -> None:
+    ((issue, *_), other) = (
+        [issue for issue in KNOWN_ISSUES if issue.devices == devices]
+        for devices in (("cpu",), ("cpu", "sim", "cuda"))
+    )
+    assert issue in shown_on("cpu", KNOWN_ISSUES)
+    assert issue not in shown_on("sim", KNOWN_ISSUES)
+    assert set(other) <= set(shown_on("sim", KNOWN_ISSUES))
 
 
 def test_another_ending_or_other_words_are_no_known_issue(tmp_path: Path) -> None:

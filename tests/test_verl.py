@@ -14,10 +14,12 @@ from fsdp_engine.contract.batch import Batch, Sequence, TokenBudget
 from fsdp_engine.contract.case import Case, Mesh, Strategy
 from fsdp_engine.contract.errors import EngineLoadError
 from fsdp_engine.contract.model import Model
+from fsdp_engine.contract.protocol import DeviceName
 from fsdp_engine.world.pool import WorldPool
 from fsdp_engine.world.registry import load_engine, registered
 from properties.catalog import load_check
 from properties.issues import verl as issues
+from properties.issues.issue import shown_on
 from properties.issues.verl_cases import LONG
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
@@ -38,6 +40,7 @@ class Shown:
     id: str
     case: Case
     found_by: str = GRADIENTS
+    device: DeviceName = "cpu"
 
 
 def _low(strategy: Strategy) -> Case:
@@ -97,6 +100,15 @@ SHOWN = (
         case=case_of("fsdp2", Infer(adapter="merged"), model=replace(LORA, hidden=1)),
         found_by="adapter-switch-matches-oracle",
     ),
+    *(
+        Shown(
+            id="verl-lora-exports-on-the-host",
+            case=case_of("fsdp2", Export(weights=weights), model=LORA),
+            found_by="tensors-rest-where-asked",
+            device="sim",
+        )
+        for weights in ("base", "adapter")
+    ),
     Shown(
         id="verl-fsdp2-export-of-the-moment",
         case=case_of("fsdp2", *MOMENT),
@@ -119,24 +131,30 @@ def test_its_issue_is_certain_in_the_case_that_shows_it(shown: Shown) -> None:
     assert issue.must(shown.case)
     assert issue.hits(shown.case)
     assert issue.concerns(issues.ENGINE, shown.found_by)
+    assert shown.device in issue.devices
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorldPool]:
+@pytest.fixture(scope="module", params=["cpu"])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorldPool]:
     pytest.importorskip("verl", reason="verl is not installed: `make properties ENGINE=verl`")
-    with WorldPool("verl", case_timeout_s=60) as pool:
+    with WorldPool("verl", case_timeout_s=60, device=request.param) as pool:
         yield pool
 
 
-def _judge(folder: Path, pool: WorldPool) -> Judge:
-    return Judge(
-        trial=Trial(worlds=pool, engine="verl", known_issues=KNOWN_ISSUES), repro_folder=folder
-    )
+def _judge(folder: Path, pool: WorldPool, device: DeviceName = "cpu") -> Judge:
+    issues = shown_on(device, KNOWN_ISSUES)
+    trial = Trial(worlds=pool, engine="verl", known_issues=issues)
+    return Judge(trial=trial, repro_folder=folder, device=device)
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
+@pytest.mark.parametrize(
+    ("pool", "shown"),
+    [(shown.device, shown) for shown in SHOWN],
+    ids=[f"{shown.id}-{shown.found_by}" for shown in SHOWN],
+    indirect=["pool"],
+)
 def test_its_issue_is_found(pool: WorldPool, tmp_path: Path, shown: Shown) -> None:
-    judge = _judge(tmp_path, pool)
+    judge = _judge(tmp_path, pool, shown.device)
     judge(load_check(shown.found_by), shown.case)
     (tally,) = judge.tallies.values()
     assert tally.known_issue == {shown.id: 1}

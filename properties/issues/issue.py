@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsdp_engine.contract.case import Case, Strategy
+from fsdp_engine.contract.protocol import DEVICES, DeviceName
 from properties.outcome import Ending
 
 Predicate: TypeAlias = Callable[[Case], bool]
@@ -29,6 +30,7 @@ class KnownIssue:
     one. Without `properties` every property that runs such a case is hit. `must_in` are the
     properties in which every case of `must` fails; without any, all that are hit. An issue with
     `Hung` among its ends is run once in a process; other cases that it hits count as not run then.
+    `devices` are those it shows on.
     """
 
     id: str
@@ -41,6 +43,7 @@ class KnownIssue:
     says: tuple[str, ...] = ()
     properties: tuple[str, ...] = ()
     must_in: tuple[str, ...] = ()
+    devices: tuple[DeviceName, ...] = DEVICES
 
     @property
     def may_hang(self) -> bool:
@@ -61,6 +64,11 @@ class KnownIssue:
 def under(strategy: Strategy, predicate: Predicate) -> Predicate:
     """The predicate in cases of one strategy alone: some engines have both."""
     return lambda case: case.engine.strategy == strategy and predicate(case)
+
+
+def shown_on(device: DeviceName, issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
+    """Those of the issues that show on a device."""
+    return tuple(issue for issue in issues if device in issue.devices)
 
 
 def known_issue(

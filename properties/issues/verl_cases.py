@@ -96,6 +96,12 @@ def exports_adapter(case: Case) -> bool:
     )
 
 
+def surely_exports_apart(case: Case) -> bool:
+    """Base or adapter is exported, and all of it is taken."""
+    apart = (a for a in case.program if isinstance(a, Export) and a.weights in ("base", "adapter"))
+    return any(action.drain == "full" for action in apart)
+
+
 def resumes_behind_write(case: Case) -> bool:
     """An export is held while weights are written, and taken on."""
     held = written = False
