@@ -102,6 +102,23 @@ def a_copy_to_the_host_arrives_when_it_is_waited_for() -> None:
     assert races == []
 
 
+def a_stream_takes_back_what_it_sent_to_the_host() -> None:
+    """In the order of its work; another stream, or the host, has to wait."""
+    device, other = install(), _hpu().Stream()
+    for pinned in (False, True):
+        with device.scheduled(0) as races:
+            sent = torch.empty(4, pin_memory=pinned)
+            sent.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+            back = sent.to(DEVICE, non_blocking=True)
+            assert sent.isnan().all()
+            with _hpu().stream(other):
+                early = sent.to(DEVICE, non_blocking=True)
+            _hpu().synchronize()
+            assert torch.equal(back.cpu(), torch.ones(4))
+            assert early.cpu().isnan().all()
+        assert len(races) == pinned
+
+
 def pinned_memory_must_be_left_alone() -> None:
     here = torch.ones(4).pin_memory()
     assert here.is_pinned()
@@ -157,6 +174,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     a_schedule_may_be_lucky,
     events_order_streams_and_the_host,
     a_copy_to_the_host_arrives_when_it_is_waited_for,
+    a_stream_takes_back_what_it_sent_to_the_host,
     pinned_memory_must_be_left_alone,
     memory_that_is_freed_in_use_is_a_race,
     training_is_in_order,

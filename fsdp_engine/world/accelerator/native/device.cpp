@@ -134,7 +134,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     return target;
   }
   order().launch();
-  auto from = on_device(self) ? readable(self, host_side(self), "copy_") : self;
+  auto from = on_device(self) ? readable(self, host_side(self), "copy_")
+                              : order().read_from_host(self);
   const bool spoilt = on_device(target) && !writable(target, "copy_");
   if (non_blocking && !on_device(target) && target.is_non_overlapping_and_dense()) {
     order().arrives_later(target, at::empty_like(target).copy_(from));
@@ -146,7 +147,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   if (!non_blocking)
     order().host_waits_for_stream(current_stream());
   else if (pinned().holds(self.data_ptr()) && self.is_non_overlapping_and_dense())
-    order().reads_host(self);
+    order().reads_host(self, from);
   return target;
 }
 

@@ -134,11 +134,31 @@ class Order {
     arrivals_.push_back({stream, ticks_[stream], target, value});
   }
 
-  // A copy from pinned host memory that does not block: the host must leave it alone until then.
-  void reads_host(const at::Tensor& source) {
+  // What a copy from host memory reads: all that has arrived there before, in the stream's order,
+  // though the host may not have waited for it.
+  at::Tensor read_from_host(const at::Tensor& source) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    std::vector<std::pair<at::Tensor, at::Tensor>> before;  // where, and what the host sees there
+    for (const auto& arrival : arrivals_) {
+      const auto& target = arrival.target;
+      if (target.storage().data() != source.storage().data()) continue;
+      if (!in_order(Use{arrival.stream, arrival.tick})) continue;
+      before.emplace_back(target, target.clone());
+      std::memcpy(target.data_ptr(), arrival.value.data_ptr(), target.nbytes());
+    }
+    if (before.empty()) return source;
+    auto read = source.clone();
+    for (auto it = before.rbegin(); it != before.rend(); ++it)
+      std::memcpy(it->first.data_ptr(), it->second.data_ptr(), it->second.nbytes());
+    return read;
+  }
+
+  // A copy of `value` from pinned host memory that does not block: the host must leave it alone
+  // until then.
+  void reads_host(const at::Tensor& source, const at::Tensor& value) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     auto stream = current_stream();
-    departures_.push_back({stream, ticks_[stream], source, source.clone()});
+    departures_.push_back({stream, ticks_[stream], source, value.clone()});
   }
 
   // ------------------------------------------------------------ streams, events, the host
