@@ -109,6 +109,15 @@ SHOWN = (
         )
         for weights in ("base", "adapter")
     ),
+    *(
+        Shown(
+            id="verl-plans-by-reading-the-device",
+            case=case_of(strategy),
+            found_by="device-copies-are-needed",
+            device="sim",
+        )
+        for strategy in STRATEGIES
+    ),
     Shown(
         id="verl-fsdp2-export-of-the-moment",
         case=case_of("fsdp2", *MOMENT),

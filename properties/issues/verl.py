@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from fsdp_engine.contract.case import Case, Strategy
+from properties.issues import programs
 from properties.issues import verl_cases as cases
 from properties.issues.issue import KnownIssue, Predicate, under
 
@@ -184,6 +185,19 @@ OWN = (
         ends=("Failed", "Died", "RaisedRuntimeError"),
         properties=_EXPORTS,
         must_in=("export-matches-oracle",),
+    ),
+    KnownIssue(
+        id="verl-plans-by-reading-the-device",
+        engines=(ENGINE,),
+        reason="a batch goes to the device whole and is taken apart there, jagged tensor by jagged "
+        "tensor: lengths and rows are read back one by one, more than twice the copies that the "
+        "micro-batches need (two reads for each are those of the loss that the adapter hands in)",
+        reference="docs/engines-verl.md",
+        hits=programs.trains,
+        must=programs.trains,
+        ends=("Failed",),
+        properties=("device-copies-are-needed",),
+        devices=("sim", "cuda"),
     ),
     KnownIssue(
         id="verl-fsdp2-export-of-the-moment",
