@@ -30,6 +30,7 @@ GRADIENTS = "gradient-matches-oracle"
 STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 LORA = replace(MLP, lora_rank=2)
 ON_ROOT = Model(family="embedding", tied=True, lora_rank=2, lora_targets="all")
+MERGED = (Train(), Export(weights="merged"))
 MOMENT: tuple[Action, ...] = (Export(drain="hold"), Train(step=True), Resume())
 
 
@@ -99,6 +100,21 @@ SHOWN = (
         id="verl-fsdp2-merges-no-few-rows",
         case=case_of("fsdp2", Infer(adapter="merged"), model=replace(LORA, hidden=1)),
         found_by="adapter-switch-matches-oracle",
+    ),
+    *(
+        Shown(
+            id="verl-fsdp1-no-shard-exports-no-frozen-units",
+            case=case_of("fsdp1", *MERGED, mesh=(1,), model=LORA, dtypes=dtypes),
+            found_by="export-matches-oracle",
+        )
+        for dtypes in ("fp32", "bf16/bf16/fp32")
+    ),
+    *(
+        Shown(
+            id="verl-fsdp2-first-forward-without-adapter",
+            case=case_of("fsdp2", Infer(adapter="off"), Train(), model=LORA, dtypes=low),
+        )
+        for low in (MIXED, "fp32/bf16/bf16")
     ),
     *(
         Shown(

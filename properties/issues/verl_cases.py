@@ -11,6 +11,7 @@ from fsdp_engine.contract.actions import (
     BATCH_ACTIONS,
     Eval,
     Export,
+    Infer,
     Load,
     Reject,
     Restore,
@@ -60,11 +61,16 @@ def merges_wide(case: Case) -> bool:
 
 
 def surely_merges_wide(case: Case) -> bool:
-    """The same, and something is taken of it."""
-    return merges_wide(case) and all(
-        action.drain == "full" or action.after > 0
-        for action in case.program
-        if isinstance(action, Export)
+    """The same of weights that are in parts, and something is taken of it."""
+    in_parts = case.engine.strategy == "fsdp2" or case.mesh.shards > 1
+    return (
+        merges_wide(case)
+        and in_parts
+        and all(
+            action.drain == "full" or action.after > 0
+            for action in case.program
+            if isinstance(action, Export)
+        )
     )
 
 
@@ -90,8 +96,8 @@ def adapts_embedding_of_transformers(case: Case) -> bool:
 
 
 def exports_adapter(case: Case) -> bool:
-    """The adapter alone is exported, and all of it is taken."""
-    return any(
+    """The adapter of units is exported alone, and all of it is taken."""
+    return case.model.lora_targets != "root" and any(
         isinstance(a, Export) and a.weights == "adapter" and a.drain == "full" for a in case.program
     )
 
@@ -196,6 +202,38 @@ def leaves_evaluation_unused(case: Case) -> bool:
 def surely_leaves_evaluation_unused(case: Case) -> bool:
     """The same, first of all."""
     return _names_a_size(case) and isinstance(case.program[0], Eval)
+
+
+def exports_frozen_units(case: Case) -> bool:
+    """Adapters are units of their own: the base beside them is in wholly frozen ones, not cast."""
+    uncast = case.dtypes.compute == case.dtypes.storage and case.mesh.shards == 1
+    adapted = uncast and bool(case.model.lora_rank)
+    return adapted and programs.exports_after_training(case, at_once=False)
+
+
+def surely_exports_frozen_units(case: Case) -> bool:
+    """The same right behind a batch, and all of the merged weights is taken."""
+    at_once = exports_frozen_units(case) and programs.exports_after_training(case, at_once=True)
+    apart = (action for action in case.program if isinstance(action, Export))
+    return at_once and all(a.drain == "full" and a.weights == "merged" for a in apart)
+
+
+def first_runs_without_adapter(case: Case) -> bool:
+    """Nothing trains in the first forward, which is inference without the adapter."""
+    if not case.dtypes.mixed or not programs.trains(case):
+        return False
+    first = True
+    for action in case.program:
+        if first and isinstance(action, Infer) and action.adapter == "off":
+            return True
+        first = (first and not isinstance(action, BATCH_ACTIONS)) or getattr(action, "fresh", False)
+    return False
+
+
+def surely_first_runs_without_adapter(case: Case) -> bool:
+    """The same first of all, computed in another dtype than stored."""
+    begins = isinstance(case.program[0], Infer) and case.dtypes.compute != case.dtypes.storage
+    return begins and first_runs_without_adapter(case)
 
 
 def merges_few_rows(case: Case) -> bool:
