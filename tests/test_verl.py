@@ -213,6 +213,18 @@ def test_a_router_sends_padding_where_it_does_in_a_replay(pool: WorldPool, tmp_p
     assert (tally.verdict, tally.judged) == ("pass", 1)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_with_merged_weights_leaves_them_whole(
+    pool: WorldPool, tmp_path: Path, *, reshard: bool
+) -> None:
+    program = (Infer(adapter="merged"), Train(), Infer(adapter="on"))
+    case = case_of("fsdp2", *program, model=LORA, reshard_after_forward=reshard)
+    judge = _judge(tmp_path, pool)
+    judge(load_check("adapter-switch-matches-oracle"), case)
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.judged) == ("pass", 1)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_three_changes_it_started_from(
     pool: WorldPool, tmp_path: Path, strategy: Strategy

@@ -22,6 +22,7 @@ from fsdp_engine.contract.actions import Export
 from fsdp_engine.contract.case import Case
 from fsdp_engine.contract.errors import CheckpointError
 from fsdp_engine.contract.protocol import LocalShard, Losses, StepResult, TokenLoss
+from fsdp_engine.torch_private.accumulators import reshard
 from fsdp_engine.torch_private.shards import (
     gradient_shards,
     parameter_shards,
@@ -138,8 +139,10 @@ class VerlTrainee:
 
     @contextmanager
     def merge_adapter(self) -> Iterator[None]:
+        """Verl's context, in which verl itself runs nothing: what a forward gathered is let go."""
         with merged_lora_context(self.module, backup_adapters=True):
             yield
+            reshard(self.module)
 
     def freeze(self, names: tuple[str, ...]) -> None:
         raise NotImplementedError(names)
