@@ -159,6 +159,19 @@ FSDP1 = (
         ends=("Failed", "RaisedRuntimeError", "RaisedValueError", "RaisedAssertionError"),
     ),
     KnownIssue(
+        id="fsdp1-unused-stays-gathered",
+        engines=_ON_FSDP1,
+        reason="under ZeRO-2 a forward without backward leaves everything gathered, also a unit "
+        "that the next micro-batches do not use",
+        reference=f"{_SOURCE}/_runtime_utils.py#L496",
+        hits=_both(torch.shards, torch.keeps_unused_gathered),
+        must=_both(torch.shards, torch.surely_keeps_unused_gathered),
+        ends=("Failed",),
+        says=("resident in full", "gathered parameters"),
+        properties=("retained-bytes-match", "residency-matches-strategy"),
+        must_in=("retained-bytes-match",),
+    ),
+    KnownIssue(
         id="fsdp1-restore-while-gathered",
         engines=_ON_FSDP1,
         reason="the root stays gathered after a forward without backward, so what is written to "
@@ -254,6 +267,19 @@ FSDP2 = (
         must=_both(programs.leaves_accumulators, programs.is_alive),
         ends=("Failed", "RaisedRuntimeError", "RaisedAssertionError"),
         must_in=_GRADIENTS,
+    ),
+    KnownIssue(
+        id="fsdp2-unused-stays-gathered",
+        engines=_ON_FSDP2,
+        reason="under ZeRO-2 a forward without backward leaves everything gathered, also a unit "
+        "that the next micro-batches do not use",
+        reference=f"{_SOURCE}/_fully_shard/_fsdp_param_group.py#L500",
+        hits=torch.keeps_unused_gathered,
+        must=torch.surely_keeps_unused_gathered,
+        ends=("Failed",),
+        says=("resident in full", "gathered parameters"),
+        properties=("retained-bytes-match", "residency-matches-strategy"),
+        must_in=("retained-bytes-match",),
     ),
     KnownIssue(
         id="fsdp2-restore-while-gathered",

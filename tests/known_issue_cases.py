@@ -225,6 +225,16 @@ SHOWN = (
     Shown(id="fsdp2-restore-while-gathered", case=case_of("fsdp2", *RESTORE)),
     *(
         Shown(
+            id=f"{strategy}-unused-stays-gathered",
+            case=case_of(
+                strategy, Infer(), Train(), model=UNIT, gates=ONLY_LAST, reshard_after_forward=False
+            ),
+            found_by="retained-bytes-match",
+        )
+        for strategy in get_args(Strategy)
+    ),
+    *(
+        Shown(
             id="accelerate-fsdp1-loads-no-state-without-rows",
             case=case_of("fsdp1", *RESUME, mesh=(3,), reshard_after_forward=reshard),
             found_by="resume-equals-uninterrupted",

@@ -37,6 +37,9 @@ from tests.world_cases import skip_without_device
 
 Pools: TypeAlias = dict[tuple[str, str], WorldPool]
 
+JUDGED = [shown for shown in SHOWN if shown.found_by != "retained-bytes-match"]
+"""Those whose property has a verdict on the reference, whose wrapper's bytes are not predicted."""
+
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
@@ -103,7 +106,7 @@ def test_an_issue_is_found_and_reported_as_known(
     assert told[shown.id]["found_by"] == {shown.found_by: 1}
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.id}-{shown.found_by}")
+@pytest.mark.parametrize("shown", JUDGED, ids=lambda shown: f"{shown.id}-{shown.found_by}")
 def test_where_it_no_longer_shows_the_session_fails(
     pools: Pools, tmp_path: Path, shown: Shown
 ) -> None:

@@ -5,7 +5,9 @@ Where a case's micro-batches decide, `unknown` is the answer for a plan that onl
 
 from __future__ import annotations
 
-from fsdp_engine.contract.actions import Train
+import itertools
+
+from fsdp_engine.contract.actions import Infer, Train
 from fsdp_engine.contract.case import Case
 from properties.issues import programs, usage
 
@@ -90,6 +92,25 @@ def exports_what_is_frozen(case: Case, *, at_once: bool) -> bool:
     return bool(
         plain and case.model.lora_rank and programs.exports_after_training(case, at_once=at_once)
     )
+
+
+def keeps_unused_gathered(case: Case) -> bool:
+    """ZeRO-2: a forward without backward gathers an optional unit, and a batch is trained."""
+    optional = case.model.optional in ("unit", "either")
+    infers = any(isinstance(action, Infer) for action in case.program)
+    return optional and infers and not case.engine.reshard_after_forward and programs.trains(case)
+
+
+def surely_keeps_unused_gathered(case: Case) -> bool:
+    """The same of a unit that the micro-batch at once behind the forward does not use."""
+    if case.model.optional != "unit" or not keeps_unused_gathered(case):
+        return False
+    for before, after in itertools.pairwise(case.program):
+        if isinstance(before, Infer) and isinstance(after, Train):
+            gathered, used = (usage.used_parts(case, action.batch) for action in (before, after))
+            if gathered and used and any(gathered[0]) and not used[0][0]:
+                return True
+    return False
 
 
 def ties_in_low_precision(case: Case, *, unknown: bool) -> bool:
