@@ -34,6 +34,9 @@ WORKER_LACKS = "fsdp_properties_lacks"
 WORKER_PATIENCE = "fsdp_properties_patience"
 SESSION = pytest.StashKey["Session"]()
 
+_SLOWER: dict[DeviceName, float] = {"cpu": 1.0, "sim": 2.0, "cuda": 1.0}
+"""By how much a case's deadline is later there: what is simulated takes up to twice as long."""
+
 
 class Session:
     """The options in force and the worlds they lead to.
@@ -71,7 +74,7 @@ class Session:
         if self._pool is None:
             self._pool = WorldPool(
                 self.engine,
-                case_timeout_s=self.profile.case_timeout_s * self.patience,
+                case_timeout_s=self.profile.case_timeout_s * self.patience * _SLOWER[self.device],
                 device=self.device,
             )
         return ProbedWorlds(self._pool, self.unreplayable) if self.unreplayable else self._pool
