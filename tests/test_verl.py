@@ -88,6 +88,11 @@ SHOWN = (
     ),
     *(Shown(id="verl-rotary-frequencies-in-bf16", case=_far(strategy)) for strategy in STRATEGIES),
     Shown(
+        id="verl-fsdp2-exports-buffers-in-bf16",
+        case=case_of("fsdp2", Export(), model=replace(MLP, buffers=True), dtypes="bf16/bf16/fp32"),
+        found_by="export-matches-oracle",
+    ),
+    Shown(
         id="verl-fsdp1-evaluation-before-a-forward",
         case=_with_one_each(case_of("fsdp1", Eval(), Train()), 2, 2, length=3),
     ),
@@ -217,7 +222,7 @@ def test_a_router_sends_padding_where_it_does_in_a_replay(pool: WorldPool, tmp_p
 def test_a_forward_with_merged_weights_leaves_them_whole(
     pool: WorldPool, tmp_path: Path, *, reshard: bool
 ) -> None:
-    program = (Infer(adapter="merged"), Train(), Infer(adapter="on"))
+    program = (Infer(adapter="off"), Infer(adapter="merged"), Train(), Infer(adapter="on"))
     case = case_of("fsdp2", *program, model=LORA, reshard_after_forward=reshard)
     judge = _judge(tmp_path, pool)
     judge(load_check("adapter-switch-matches-oracle"), case)

@@ -250,6 +250,19 @@ OWN = (
         must_in=_GRADIENTS,
     ),
     KnownIssue(
+        id="verl-fsdp2-exports-buffers-in-bf16",
+        engines=(ENGINE,),
+        reason="a module of bf16 is cast as a whole, with the buffers that transformers leaves in "
+        "fp32; FSDP1 casts them back",
+        reference=f"{FINDINGS}/verl_rotary_bf16.py",
+        hits=under("fsdp2", cases.exports_low_buffers),
+        must=under("fsdp2", cases.surely_exports_low_buffers),
+        ends=("Failed",),
+        says=("dtype: got bfloat16",),
+        properties=_EXPORTS,
+        must_in=("export-matches-oracle",),
+    ),
+    KnownIssue(
         id="verl-fsdp1-evaluation-before-a-forward",
         engines=(ENGINE,),
         reason="leaving the evaluation mode reshards the root, whose shards FSDP1 makes at the "

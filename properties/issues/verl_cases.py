@@ -189,6 +189,19 @@ def surely_turns_by_rounded_angles(case: Case) -> bool:
     return turns_by_rounded_angles(case) and _longest(case) >= LONG and programs.trains(case)
 
 
+def exports_low_buffers(case: Case) -> bool:
+    """Buffers of a model that is stored in bf16 are exported."""
+    low = case.dtypes.storage == "bfloat16" and case.model.buffers
+    return low and any(isinstance(action, Export) for action in case.program)
+
+
+def surely_exports_low_buffers(case: Case) -> bool:
+    """The same without an adapter, first of all, and all of it is taken."""
+    first = case.program[0]
+    whole = isinstance(first, Export) and first.drain == "full" and first.weights == "all"
+    return whole and exports_low_buffers(case) and not case.model.lora_rank
+
+
 def leaves_evaluation_unused(case: Case) -> bool:
     """FSDP1's shards are made by the first forward, and evaluation was left before."""
     used = False

@@ -140,6 +140,7 @@ class VerlTrainee:
     @contextmanager
     def merge_adapter(self) -> Iterator[None]:
         """Verl's context, in which verl itself runs nothing: what a forward gathered is let go."""
+        reshard(self.module)
         with merged_lora_context(self.module, backup_adapters=True):
             yield
             reshard(self.module)
