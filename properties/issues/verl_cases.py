@@ -63,22 +63,25 @@ def merges_wide(case: Case) -> bool:
 def surely_merges_wide(case: Case) -> bool:
     """The same of weights that are in parts, and something is taken of it."""
     in_parts = case.engine.strategy == "fsdp2" or case.mesh.shards > 1
-    return (
-        merges_wide(case)
-        and in_parts
-        and all(
-            action.drain == "full" or action.after > 0
-            for action in case.program
-            if isinstance(action, Export)
-        )
-    )
+    return merges_wide(case) and in_parts and takes_of_each(case)
+
+
+def takes_of_each(case: Case) -> bool:
+    """Something is taken of every export."""
+    apart = (action for action in case.program if isinstance(action, Export))
+    return all(action.drain == "full" or action.after > 0 for action in apart)
+
+
+def merges(case: Case) -> bool:
+    """The adapter is merged, for inference or for an export."""
+    inference = any(getattr(action, "adapter", "") == "merged" for action in case.program)
+    return inference or exports(case, "merged")
 
 
 def merges_root(case: Case) -> bool:
     """An adapter of the root's own layers is merged."""
     on_root = case.model.lora_targets in ("root", "all")
-    merged = any(getattr(action, "adapter", "") == "merged" for action in case.program)
-    return on_root and (merged or exports(case, "merged"))
+    return on_root and merges(case)
 
 
 def surely_merges_root(case: Case) -> bool:
@@ -251,22 +254,13 @@ def surely_first_runs_without_adapter(case: Case) -> bool:
 
 def merges_few_rows(case: Case) -> bool:
     """An adapter is merged into a weight that has fewer rows than the mesh has shards."""
-    merged = any(getattr(action, "adapter", "") == "merged" for action in case.program)
-    return (merged or exports(case, "merged")) and _fewest_rows(case) < case.mesh.shards
+    return merges(case) and _fewest_rows(case) < case.mesh.shards
 
 
 def surely_merges_few_rows(case: Case) -> bool:
     """The same in a unit, and something is taken of it."""
     in_units = case.model.lora_targets in ("units", "named")
-    return (
-        merges_few_rows(case)
-        and in_units
-        and all(
-            action.drain == "full" or action.after > 0
-            for action in case.program
-            if isinstance(action, Export)
-        )
-    )
+    return merges_few_rows(case) and in_units and takes_of_each(case)
 
 
 def _names_a_size(case: Case) -> bool:
