@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from fsdp_engine.contract.case import Case
-from fsdp_engine.contract.errors import EngineRaised, RankDied, RankHung, WorldError
+from fsdp_engine.contract.errors import (
+    EngineRaised,
+    RankDied,
+    RankHung,
+    UnsupportedCase,
+    WorldError,
+)
 from fsdp_engine.contract.observation import Observation
 from fsdp_engine.contract.protocol import EngineTables, Run
 from oracles.verdict import Mismatch, Verdict, failing
@@ -27,18 +33,24 @@ class Worlds(Run, Protocol):
 
 @dataclass(slots=True)
 class Watched:
-    """A run that keeps the cases it is asked for: a check may run others than its own.
+    """A run that keeps the cases that were run: a check may run others than its own.
 
-    `shown` is what the first of them showed, None where it showed nothing.
+    `refused` is the last that the engine would not run; `shown` is what the first of the others
+    showed, None where it showed nothing.
     """
 
     run: Run
     cases: list[Case] = field(default_factory=list)
+    refused: Case | None = None
     shown: Observation | None = None
 
     def __call__(self, case: Case) -> Observation:
         self.cases.append(case)
-        observation = self.run(case)
+        try:
+            observation = self.run(case)
+        except UnsupportedCase:
+            self.refused = self.cases.pop()
+            raise
         self.shown = self.shown or observation
         return observation
 

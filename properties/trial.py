@@ -91,7 +91,7 @@ class Trial:
         try:
             ending = ending_of(check, case, watched)
         except UnsupportedCase as error:
-            row = axes_of(watched.cases[-1])
+            row = axes_of(watched.refused or case)
             if row is not None and is_lacking(row, self.lacks):
                 raise NotOffered(str(error)) from error
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 from fsdp_engine.contract.case import Case
+from fsdp_engine.contract.errors import UnsupportedCase
+from fsdp_engine.contract.protocol import Run
 from fsdp_engine.world.pool import WorldPool
-from oracles.verdict import passing
+from oracles.verdict import Verdict, passing
 from properties.catalog import load_check
 from properties.issues.issue import KnownIssue, shown_on
 from properties.judge import Judge, PropertyFailure
@@ -185,3 +188,26 @@ def test_a_pass_that_a_fresh_world_denies_is_a_flake(tmp_path: Path) -> None:
         judge(hand_on, CASE)
     (tally,) = judge.tallies.values()
     assert (tally.verdict, tally.fixed) == ("inconclusive", {})
+
+
+def test_what_the_engine_refused_disproves_nothing(tmp_path: Path) -> None:
+    """A check may leave out a part that the engine has not got; the rest passes."""
+    only_part = replace(ISSUE, hits=lambda case: case.seed == 1, must=lambda case: case.seed == 1)
+
+    def refuse_the_part(case: Case) -> Verdict:
+        if only_part.must(case):
+            raise UnsupportedCase("no odd seeds")
+        return passing()
+
+    def check(case: Case, run: Run) -> Verdict:
+        verdict = hand_on(case, run)
+        with contextlib.suppress(UnsupportedCase):
+            run(replace(case, seed=1))
+        return verdict
+
+    judge = judge_of(tmp_path, refuse_the_part, None, only_part)
+    judge(check, replace(CASE, seed=0))
+    assert [tally.verdict for tally in judge.tallies.values()] == ["pass"]
+    judge = judge_of(tmp_path, lambda _: passing(), None, only_part)
+    with pytest.raises(PropertyFailure, match="no longer shows"):
+        judge(check, replace(CASE, seed=0))

@@ -31,6 +31,7 @@ STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 LORA = replace(MLP, lora_rank=2)
 ON_ROOT = Model(family="embedding", tied=True, lora_rank=2, lora_targets="all")
 MERGED = (Train(), Export(weights="merged"))
+HELD = Export(weights="merged", drain="hold", after=1)
 MOMENT: tuple[Action, ...] = (Export(drain="hold"), Train(step=True), Resume())
 
 
@@ -80,6 +81,18 @@ SHOWN = (
         id="verl-merged-export-in-bf16",
         case=case_of("fsdp2", Export(weights="merged"), model=LORA),
         found_by="export-matches-oracle",
+    ),
+    *(
+        Shown(
+            id="verl-merged-while-exported",
+            case=case_of(strategy, *program, model=LORA),
+            found_by=found_by,
+        )
+        for strategy in STRATEGIES
+        for program, found_by in (
+            ((HELD,), "export-changes-nothing"),
+            ((HELD, Train()), GRADIENTS),
+        )
     ),
     Shown(
         id="verl-fsdp1-adapter-export-is-empty",

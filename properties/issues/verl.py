@@ -1,7 +1,7 @@
 """The known failures of verl 0.9.1's FSDP engine, on torch 2.13 with gloo.
 
 `OWN` are verl's; what torch's wrappers do wrong shows under verl as well, and `inherited` says so.
-The scripts that are referred to show each by itself: `docs/findings/README.md`.
+The scripts that are referred to show each by itself: `docs/findings/verl.md`.
 """
 
 from __future__ import annotations
@@ -125,8 +125,22 @@ OWN = (
         hits=cases.merges_wide,
         must=cases.surely_merges_wide,
         ends=("Failed",),
-        properties=_EXPORTS,
+        properties=(
+            "export-matches-oracle", "two-phase-sync-equals-merged",
+            "adapter-switch-matches-oracle",
+        ),
         must_in=("export-matches-oracle",),
+    ),
+    KnownIssue(
+        id="verl-merged-while-exported",
+        engines=(ENGINE,),
+        reason="weights are merged in place from a merged export's first tensor to its last: what "
+        "is saved meanwhile has the adapter in its base, and a batch trains no adapter",
+        reference=f"{FINDINGS}/verl_merged_while_exported.py",
+        hits=cases.is_merged_meanwhile,
+        must=cases.surely_is_merged_meanwhile,
+        ends=("Failed",),
+        must_in=("export-changes-nothing",),
     ),
     KnownIssue(
         id="verl-root-adapter-is-not-merged",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,19 @@ def takes_of_each(case: Case) -> bool:
     """Something is taken of every export."""
     apart = (action for action in case.program if isinstance(action, Export))
     return all(action.drain == "full" or action.after > 0 for action in apart)
+
+
+def is_merged_meanwhile(case: Case) -> bool:
+    """An export of merged weights is begun and held while other actions run."""
+    held = (a for a in case.program if isinstance(a, Export) and a.drain == "hold" and a.after)
+    return any(action.weights == "merged" for action in held)
+
+
+def surely_is_merged_meanwhile(case: Case) -> bool:
+    """The same first of all, of an adapter that moves the weights of units."""
+    first = is_merged_meanwhile(replace(case, program=case.program[:1]))
+    in_units = case.model.lora_targets in ("units", "named")
+    return first and in_units and case.model.lora_alpha > 0 and not case.exact
 
 
 def merges(case: Case) -> bool:
