@@ -44,7 +44,7 @@ def failure_message(
 def gone(issue: KnownIssue) -> Verdict:
     """A known issue that no longer shows: strict, as an unexpected pass is."""
     got = f"the property holds for a case in which it must fail: {issue.reason}"
-    wanted = f"a failure, or no such entry in properties/known_issues.py ({issue.reference})"
+    wanted = f"a failure, or no such entry in properties/issues/ ({issue.reference})"
     return failing(
         Mismatch(where=f"known issue {issue.id} no longer shows", got=got, wanted=wanted)
     )

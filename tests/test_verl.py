@@ -20,7 +20,7 @@ from fsdp_engine.world.registry import load_engine, registered
 from properties.catalog import load_check
 from properties.issues import verl as issues
 from properties.issues.issue import shown_on
-from properties.issues.verl_cases import LONG
+from properties.issues.verl_defects import LONG
 from properties.judge import Judge
 from properties.known_issues import KNOWN_ISSUES
 from properties.trial import Trial

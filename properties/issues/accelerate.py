@@ -62,7 +62,7 @@ def _trained_rows(case: Case) -> tuple[int, ...]:
     return tuple(value.shape[0] for name, value in parameters if name in trained)
 
 
-ACCELERATE = (
+OWN = (
     KnownIssue(
         id="accelerate-fsdp1-loads-no-state-without-rows",
         engines=("accelerate",),

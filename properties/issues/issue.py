@@ -12,7 +12,7 @@ the one it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdp_engine.contract.case import Case, Strategy
@@ -64,6 +64,19 @@ class KnownIssue:
 def under(strategy: Strategy, predicate: Predicate) -> Predicate:
     """The predicate in cases of one strategy alone: some engines have both."""
     return lambda case: case.engine.strategy == strategy and predicate(case)
+
+
+def all_under(strategy: Strategy, *issues: KnownIssue) -> tuple[KnownIssue, ...]:
+    """The issues in cases of one strategy alone."""
+    return tuple(
+        replace(issue, hits=under(strategy, issue.hits), must=under(strategy, issue.must))
+        for issue in issues
+    )
+
+
+def all_of(first: Predicate, *others: Predicate) -> Predicate:
+    """All predicates hold."""
+    return lambda case: first(case) and all(other(case) for other in others)
 
 
 def shown_on(device: DeviceName, issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:

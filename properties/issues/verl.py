@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from fsdp_engine.contract.case import Case, Strategy
+from fsdp_engine.contract.case import Case
 from properties.issues import programs
-from properties.issues import verl_cases as cases
+from properties.issues import verl_defects as defects
 from properties.issues.issue import KnownIssue, Predicate, under
 
 ENGINE = "verl"
@@ -40,16 +40,12 @@ def inherited(issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
             issue,
             id=f"verl-{issue.id}",
             engines=(ENGINE,),
-            hits=under(_strategy(issue), partial(_adapted, issue.id, issue.hits)),
-            must=under(_strategy(issue), partial(_adapted, issue.id, issue.must)),
+            hits=partial(_adapted, issue.id, issue.hits),
+            must=partial(_adapted, issue.id, issue.must),
         )
         for issue in issues
         if issue.id not in _IN_OWN_FORM
     )
-
-
-def _strategy(issue: KnownIssue) -> Strategy:
-    return "fsdp1" if "torch_fsdp1" in issue.engines else "fsdp2"
 
 
 def _adapted(issue: str, predicate: Predicate, case: Case) -> bool:
@@ -65,8 +61,8 @@ OWN = (
         reason="the dataclass defers gradient sync by default and the YAML file does not; four "
         "more fields are in the dataclass alone",
         reference=f"{FINDINGS}/verl_sync_default.py",
-        hits=cases.any_case,
-        must=cases.any_case,
+        hits=defects.any_case,
+        must=defects.any_case,
         ends=("Failed",),
         says=("use_no_sync_for_gradient_accumulation",),
         properties=("entry-points-agree",),
@@ -77,8 +73,8 @@ OWN = (
         reason="fsdp_size 0 is a ZeroDivisionError, and one that does not divide the world gives a "
         "mesh that leaves ranks out",
         reference=f"{FINDINGS}/verl_fsdp_size.py",
-        hits=cases.any_case,
-        must=cases.any_case,
+        hits=defects.any_case,
+        must=defects.any_case,
         ends=("Failed",),
         says=("ZeroDivisionError", "should be ConfigError naming"),
         properties=("mesh-is-total",),
@@ -89,7 +85,7 @@ OWN = (
         reason="of its fields verl checks the strategy and the scheduler's name alone: other "
         "illegal values run, or fail somewhere inside",
         reference=f"{_ISSUES}/7923",
-        hits=cases.overrides,
+        hits=defects.overrides,
         must=lambda case: ("clip_grad", -1.0) in case.engine.overrides,
         ends=("Failed",),
         says=("should be ConfigError on every rank",),
@@ -100,7 +96,7 @@ OWN = (
         engines=(ENGINE,),
         reason="fields that the chosen strategy does not read are taken and do nothing",
         reference=f"{_SOURCE}/workers/config/engine.py",
-        hits=cases.overrides,
+        hits=defects.overrides,
         must=lambda case: ("wrap_policy.min_num_params", 1) in case.engine.overrides,
         ends=("Failed",),
         says=("another observable",),
@@ -111,8 +107,8 @@ OWN = (
         engines=(ENGINE,),
         reason="no_sync adds gradients up in the compute dtype, though reduce_dtype is fp32",
         reference=f"{FINDINGS}/verl_fsdp1_deferred_bf16.py",
-        hits=under("fsdp1", cases.accumulates_low),
-        must=under("fsdp1", cases.surely_accumulates_low),
+        hits=under("fsdp1", defects.accumulates_low),
+        must=under("fsdp1", defects.surely_accumulates_low),
         ends=("Failed",),
         must_in=_GRADIENTS,
     ),
@@ -122,8 +118,8 @@ OWN = (
         reason="merged weights are exported in bf16 whatever they are stored in; base and plain "
         "weights are not",
         reference=f"{_SOURCE}/workers/engine/fsdp/transformer_impl.py#L1066",
-        hits=cases.merges_wide,
-        must=cases.surely_merges_wide,
+        hits=defects.merges_wide,
+        must=defects.surely_merges_wide,
         ends=("Failed",),
         properties=(
             "export-matches-oracle", "two-phase-sync-equals-merged",
@@ -137,8 +133,8 @@ OWN = (
         reason="weights are merged in place from a merged export's first tensor to its last: what "
         "is saved meanwhile has the adapter in its base, and a batch trains no adapter",
         reference=f"{FINDINGS}/verl_merged_while_exported.py",
-        hits=cases.is_merged_meanwhile,
-        must=cases.surely_is_merged_meanwhile,
+        hits=defects.is_merged_meanwhile,
+        must=defects.surely_is_merged_meanwhile,
         ends=("Failed",),
         must_in=("export-changes-nothing",),
     ),
@@ -148,8 +144,8 @@ OWN = (
         reason="FSDP2 merges unit by unit and skips the root, so adapters on its own layers are "
         "left out; with FSDP1 both adapters of a tied pair go into its one weight",
         reference=f"{FINDINGS}/verl_fsdp2_root_adapter.py",
-        hits=cases.merges_root,
-        must=under("fsdp2", cases.surely_merges_root),
+        hits=defects.merges_root,
+        must=under("fsdp2", defects.surely_merges_root),
         ends=("Failed",),
         properties=_EXPORTS,
         must_in=("export-matches-oracle",),
@@ -160,8 +156,8 @@ OWN = (
         reason="an embedding with an adapter is wrapped by its name and once more inside by its "
         "class, which FSDP2 refuses",
         reference=f"{_SOURCE}/utils/fsdp_utils.py#L549",
-        hits=under("fsdp2", cases.adapts_embedding_of_transformers),
-        must=under("fsdp2", cases.adapts_embedding_of_transformers),
+        hits=under("fsdp2", defects.adapts_embedding_of_transformers),
+        must=under("fsdp2", defects.adapts_embedding_of_transformers),
         ends=("RaisedTypeError",),
         says=("object layout differs",),
     ),
@@ -171,8 +167,8 @@ OWN = (
         reason="the base is moved to the host while it is gathered; then the process ends, or "
         "FSDP1 finds a storage that it cannot resize",
         reference=f"{_ISSUES}/7062",
-        hits=under("fsdp1", lambda case: cases.exports(case, "base")),
-        must=under("fsdp1", cases.breaks_base),
+        hits=under("fsdp1", lambda case: defects.exports(case, "base")),
+        must=under("fsdp1", defects.breaks_base),
         ends=("Died", "RaisedRuntimeError", "Failed", "RaisedAssertionError"),
         properties=_EXPORTS,
         devices=("cpu",),
@@ -183,8 +179,8 @@ OWN = (
         reason="base and adapter are gathered to the host and yielded there; merged and plain "
         "weights are on the device",
         reference=f"{_SOURCE}/utils/fsdp_utils.py#L715",
-        hits=lambda case: cases.exports(case, "base", "adapter"),
-        must=under("fsdp2", cases.surely_exports_apart),
+        hits=lambda case: defects.exports(case, "base", "adapter"),
+        must=under("fsdp2", defects.surely_exports_apart),
         ends=("Failed",),
         says=("got cpu, should be",),
         must_in=("tensors-rest-where-asked",),
@@ -197,8 +193,8 @@ OWN = (
         "none; taken layer by layer the fallback then gathers to the host, which torch refuses "
         "on one",
         reference=f"{FINDINGS}/verl_fsdp1_adapter_export.py",
-        hits=under("fsdp1", lambda case: cases.exports(case, "adapter")),
-        must=under("fsdp1", cases.exports_adapter),
+        hits=under("fsdp1", lambda case: defects.exports(case, "adapter")),
+        must=under("fsdp1", defects.exports_adapter),
         ends=("Failed", "Died", "RaisedRuntimeError", "RaisedNotImplementedError"),
         properties=_EXPORTS,
         must_in=("export-matches-oracle",),
@@ -222,8 +218,8 @@ OWN = (
         reason="an export hands out references to live shards: what is taken behind a step has "
         "the weights of then, and one export has both",
         reference=f"{FINDINGS}/verl_fsdp2_export_moment.py",
-        hits=under("fsdp2", cases.resumes_behind_write),
-        must=under("fsdp2", cases.surely_resumes_behind_write),
+        hits=under("fsdp2", defects.resumes_behind_write),
+        must=under("fsdp2", defects.surely_resumes_behind_write),
         ends=("Failed",),
         properties=("export-matches-oracle",),
     ),
@@ -234,8 +230,8 @@ OWN = (
         "behind a backward, so the state dict has no place for them; every base weight with an "
         "adapter beside it is in such a unit",
         reference=f"{_PYTORCH}/_state_dict_utils.py#L227",
-        hits=under("fsdp1", cases.exports_frozen_units),
-        must=under("fsdp1", cases.surely_exports_frozen_units),
+        hits=under("fsdp1", defects.exports_frozen_units),
+        must=under("fsdp1", defects.surely_exports_frozen_units),
         ends=("RaisedAssertionError",),
         says=("param_name=",),
         must_in=("export-matches-oracle",),
@@ -246,8 +242,8 @@ OWN = (
         reason="a unit takes its dtypes from the parameters that train at the first forward; "
         "without the adapter there are none, and its gradient is not cast back",
         reference="https://github.com/pytorch/pytorch/issues/186998",
-        hits=under("fsdp2", cases.first_runs_without_adapter),
-        must=under("fsdp2", cases.surely_first_runs_without_adapter),
+        hits=under("fsdp2", defects.first_runs_without_adapter),
+        must=under("fsdp2", defects.surely_first_runs_without_adapter),
         ends=("Failed", "RaisedRuntimeError"),
         says=("grad_dtype", "gradient"),
     ),
@@ -257,8 +253,8 @@ OWN = (
         reason="a module of bf16 is cast as a whole, with the rotary frequencies that transformers "
         "keeps in fp32: positions are turned by other angles, the more the further back",
         reference=f"{FINDINGS}/verl_rotary_bf16.py",
-        hits=cases.turns_by_rounded_angles,
-        must=cases.surely_turns_by_rounded_angles,
+        hits=defects.turns_by_rounded_angles,
+        must=defects.surely_turns_by_rounded_angles,
         ends=("Failed",),
         properties=_REPLAYED,
         must_in=_GRADIENTS,
@@ -269,8 +265,8 @@ OWN = (
         reason="a module of bf16 is cast as a whole, with the buffers that transformers leaves in "
         "fp32; FSDP1 casts them back",
         reference=f"{FINDINGS}/verl_rotary_bf16.py",
-        hits=under("fsdp2", cases.exports_low_buffers),
-        must=under("fsdp2", cases.surely_exports_low_buffers),
+        hits=under("fsdp2", defects.exports_low_buffers),
+        must=under("fsdp2", defects.surely_exports_low_buffers),
         ends=("Failed",),
         says=("dtype: got bfloat16",),
         properties=_EXPORTS,
@@ -282,8 +278,8 @@ OWN = (
         reason="leaving the evaluation mode reshards the root, whose shards FSDP1 makes at the "
         "first forward only",
         reference=f"{FINDINGS}/verl_fsdp1_eval_first.py",
-        hits=under("fsdp1", cases.leaves_evaluation_unused),
-        must=under("fsdp1", cases.surely_leaves_evaluation_unused),
+        hits=under("fsdp1", defects.leaves_evaluation_unused),
+        must=under("fsdp1", defects.surely_leaves_evaluation_unused),
         ends=("RaisedAttributeError",),
         says=("_local_shard",),
     ),
@@ -294,8 +290,8 @@ OWN = (
         "so the adapter is added to a sharded weight in place: torch refuses that where the weight "
         "has fewer rows than there are shards",
         reference=f"{FINDINGS}/verl_fsdp2_few_rows.py",
-        hits=under("fsdp2", cases.merges_few_rows),
-        must=under("fsdp2", cases.surely_merges_few_rows),
+        hits=under("fsdp2", defects.merges_few_rows),
+        must=under("fsdp2", defects.surely_merges_few_rows),
         ends=("RaisedRuntimeError",),
         says=("in-place operations that require placement changes",),
     ),
@@ -305,8 +301,8 @@ OWN = (
         reason="a rank loads its own file only, which has its shards of the mesh that saved it; "
         "on another mesh or by another strategy torch stops half way",
         reference=f"{_SOURCE}/utils/checkpoint/fsdp_checkpoint_manager.py#L152",
-        hits=cases.goes_on_elsewhere,
-        must=cases.changes_mesh,
+        hits=defects.goes_on_elsewhere,
+        must=defects.changes_mesh,
         ends=(
             "RaisedCheckpointError", "RaisedRuntimeError", "RaisedAssertionError", "Failed", "Hung",
         ),
@@ -318,8 +314,8 @@ OWN = (
         reason="nothing is checked before a checkpoint is loaded: a flipped bit goes into the "
         "weights, and what one rank cannot read leaves the others in a barrier",
         reference=f"{FINDINGS}/verl_damaged_checkpoint.py",
-        hits=lambda case: cases.rejects(case, "flipped", "truncated", "missing", "foreign"),
-        must=lambda case: case.mesh.world_size > 1 and cases.rejects(case, "missing", "truncated"),
+        hits=lambda case: defects.rejects(case, "flipped", "truncated", "missing", "foreign"),
+        must=defects.leaves_others_waiting,
         ends=("Failed", "Hung", "Died", "RaisedRuntimeError"),
         properties=("damaged-checkpoint-is-refused",),
     ),
@@ -329,8 +325,8 @@ OWN = (
         reason="a batch whose fullest rank needs more micro-batches than another rank has "
         "sequences is refused when it is trained, with a ValueError on all ranks",
         reference=f"{_SOURCE}/utils/seqlen_balancing.py#L446",
-        hits=cases.plans_by_tokens,
-        must=cases.asks_too_many,
+        hits=defects.plans_by_tokens,
+        must=defects.asks_too_many,
         ends=("RaisedValueError",),
         says=("Cannot satisfy max_token_len",),
     ),

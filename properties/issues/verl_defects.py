@@ -170,6 +170,11 @@ def rejects(case: Case, *damages: str) -> bool:
     return any(isinstance(a, Reject) and a.damage in damages for a in case.program)
 
 
+def leaves_others_waiting(case: Case) -> bool:
+    """One of several ranks cannot read its part of the checkpoint."""
+    return case.mesh.world_size > 1 and rejects(case, "missing", "truncated")
+
+
 def plans_by_tokens(case: Case) -> bool:
     """Ranks plan their micro-batches by tokens."""
     return isinstance(case.engine.planning, TokenBudget) and case.mesh.world_size > 1
