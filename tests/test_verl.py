@@ -100,10 +100,15 @@ SHOWN = (
         found_by="export-matches-oracle",
     ),
     *(Shown(id="verl-rotary-frequencies-in-bf16", case=_far(strategy)) for strategy in STRATEGIES),
-    Shown(
-        id="verl-fsdp2-exports-buffers-in-bf16",
-        case=case_of("fsdp2", Export(), model=replace(MLP, buffers=True), dtypes="bf16/bf16/fp32"),
-        found_by="export-matches-oracle",
+    *(
+        Shown(
+            id="verl-exports-buffers-in-bf16",
+            case=case_of(
+                strategy, Export(), model=replace(MLP, buffers=True), dtypes="bf16/bf16/fp32"
+            ),
+            found_by="export-matches-oracle",
+        )
+        for strategy in STRATEGIES
     ),
     Shown(
         id="verl-fsdp1-evaluation-before-a-forward",

@@ -260,13 +260,13 @@ OWN = (
         must_in=_GRADIENTS,
     ),
     KnownIssue(
-        id="verl-fsdp2-exports-buffers-in-bf16",
+        id="verl-exports-buffers-in-bf16",
         engines=(ENGINE,),
         reason="a module of bf16 is cast as a whole, with the buffers that transformers leaves in "
-        "fp32; FSDP1 casts them back",
+        "fp32; FSDP1, which computes with them in fp32, exports them as they were cast",
         reference=f"{FINDINGS}/verl_rotary_bf16.py",
-        hits=under("fsdp2", defects.exports_low_buffers),
-        must=under("fsdp2", defects.surely_exports_low_buffers),
+        hits=defects.exports_low_buffers,
+        must=defects.surely_exports_low_buffers,
         ends=("Failed",),
         says=("dtype: got bfloat16",),
         properties=_EXPORTS,
