@@ -31,6 +31,7 @@ STRATEGIES: tuple[Strategy, ...] = ("fsdp1", "fsdp2")
 LORA = replace(MLP, lora_rank=2)
 ON_ROOT = Model(family="embedding", tied=True, lora_rank=2, lora_targets="all")
 MERGED = (Train(), Export(weights="merged"))
+STOPPED = Interrupt(phase="forward")
 HELD = Export(weights="merged", drain="hold", after=1)
 MOMENT: tuple[Action, ...] = (Export(drain="hold"), Train(step=True), Resume())
 
@@ -157,6 +158,44 @@ SHOWN = (
         )
         for strategy in STRATEGIES
     ),
+    *(
+        Shown(
+            id="verl-fsdp1-buffers-stay-on-the-device",
+            case=case_of("fsdp1", model=model, param_offload=True),
+            found_by="tensors-rest-where-asked",
+            device="sim",
+        )
+        for model in (replace(MLP, buffers=True), Model(family="qwen2"))
+    ),
+    *(
+        Shown(
+            id="verl-merges-by-way-of-the-host",
+            case=case_of(strategy, Export(weights="merged"), model=LORA),
+            found_by="device-copies-are-needed",
+            device="sim",
+        )
+        for strategy in STRATEGIES
+    ),
+    *(
+        Shown(
+            id="verl-fsdp1-offloads-not-what-is-gathered",
+            case=case_of("fsdp1", STOPPED, param_offload=True, reshard_after_forward=reshard),
+            found_by="tensors-rest-where-asked",
+            device="sim",
+        )
+        for reshard in (True, False)
+    ),
+    *(
+        Shown(
+            id="verl-fsdp2-offloads-what-is-gathered",
+            case=case_of(
+                "fsdp2", STOPPED, mesh=mesh, param_offload=True, reshard_after_forward=False
+            ),
+            found_by="interrupted-batch-changes-nothing",
+            device="sim",
+        )
+        for mesh in ((1,), (2,))
+    ),
     Shown(
         id="verl-fsdp2-export-of-the-moment",
         case=case_of("fsdp2", *MOMENT),
@@ -244,6 +283,19 @@ def test_a_forward_with_merged_weights_leaves_them_whole(
     case = case_of("fsdp2", *program, model=LORA, reshard_after_forward=reshard)
     judge = _judge(tmp_path, pool)
     judge(load_check("adapter-switch-matches-oracle"), case)
+    (tally,) = judge.tallies.values()
+    assert (tally.verdict, tally.judged) == ("pass", 1)
+
+
+@pytest.mark.parametrize("pool", ["sim"], indirect=True)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_rests_on_the_host_is_read_when_it_is_there(
+    pool: WorldPool, tmp_path: Path, strategy: Strategy
+) -> None:
+    """Nothing waits behind a mode in which nothing runs but who reads."""
+    case = case_of(strategy, Eval(), Train(), param_offload=True, optimizer_offload=True)
+    judge = _judge(tmp_path, pool, "sim")
+    judge(load_check("device-order-is-kept"), case)
     (tally,) = judge.tallies.values()
     assert (tally.verdict, tally.judged) == ("pass", 1)
 

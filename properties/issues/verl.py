@@ -213,6 +213,58 @@ OWN = (
         devices=("sim", "cuda"),
     ),
     KnownIssue(
+        id="verl-fsdp1-buffers-stay-on-the-device",
+        engines=(ENGINE,),
+        reason="param_offload moves FSDP1's flat parameters and leaves the buffers on the device; "
+        "under FSDP2 they go with the module",
+        reference=f"{_SOURCE}/utils/fsdp_utils.py#L178",
+        hits=under("fsdp1", defects.offloads_buffers),
+        must=under("fsdp1", defects.offloads_buffers),
+        ends=("Failed",),
+        says=("buffers: got", "export host_to_device copies", "export device_to_host copies"),
+        properties=("tensors-rest-where-asked", "device-copies-are-needed"),
+        must_in=("tensors-rest-where-asked",),
+        devices=("sim", "cuda"),
+    ),
+    KnownIssue(
+        id="verl-merges-by-way-of-the-host",
+        engines=(ENGINE,),
+        reason="the whole base is copied to the host before a merge and back behind it, one "
+        "parameter after the other, also what has no adapter",
+        reference=f"{_SOURCE}/utils/fsdp_utils.py#L1022",
+        hits=defects.merges,
+        must=defects.surely_merges_on_the_device,
+        ends=("Failed",),
+        says=("copies: got",),
+        properties=("device-copies-are-needed",),
+        devices=("sim", "cuda"),
+    ),
+    KnownIssue(
+        id="verl-fsdp1-offloads-not-what-is-gathered",
+        engines=(ENGINE,),
+        reason="an exception leaves units gathered, and offloading moves their shards alone: the "
+        "parameters stay on the device",
+        reference=f"{_SOURCE}/utils/fsdp_utils.py#L169",
+        hits=under("fsdp1", defects.is_interrupted_gathered),
+        must=under("fsdp1", defects.surely_is_interrupted_gathered),
+        ends=("Failed",),
+        says=("parameters: got",),
+        properties=("tensors-rest-where-asked",),
+        devices=("sim", "cuda"),
+    ),
+    KnownIssue(
+        id="verl-fsdp2-offloads-what-is-gathered",
+        engines=(ENGINE,),
+        reason="under ZeRO-2 an exception in a forward leaves units gathered, and offloading moves "
+        "the module: torch takes the gathered tensors for the shards, and stops half way",
+        reference=f"{FINDINGS}/verl_fsdp2_offload_interrupted.py",
+        hits=under("fsdp2", defects.is_interrupted_unresharded),
+        must=under("fsdp2", defects.surely_is_interrupted_unresharded),
+        ends=("RaisedAttributeError",),
+        says=("'Parameter' object has no attribute",),
+        devices=("sim", "cuda"),
+    ),
+    KnownIssue(
         id="verl-fsdp2-export-of-the-moment",
         engines=(ENGINE,),
         reason="an export hands out references to live shards: what is taken behind a step has "

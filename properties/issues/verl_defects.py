@@ -13,6 +13,7 @@ from fsdp_engine.contract.actions import (
     Eval,
     Export,
     Infer,
+    Interrupt,
     Load,
     Reject,
     Restore,
@@ -123,6 +124,39 @@ def surely_exports_apart(case: Case) -> bool:
     """Base or adapter is exported, and all of it is taken."""
     apart = (a for a in case.program if isinstance(a, Export) and a.weights in ("base", "adapter"))
     return any(action.drain == "full" for action in apart)
+
+
+def surely_merges_on_the_device(case: Case) -> bool:
+    """Merged weights are exported from the device, and something is taken of each."""
+    return exports(case, "merged") and not case.engine.param_offload and takes_of_each(case)
+
+
+def offloads_buffers(case: Case) -> bool:
+    """Parameters rest on the host, of a model that has buffers."""
+    return case.engine.param_offload and (case.model.buffers or case.model.is_language)
+
+
+def is_interrupted_gathered(case: Case) -> bool:
+    """An exception ends a forward or a backward, and shards are offloaded behind it."""
+    offloads = case.engine.param_offload and case.mesh.shards > 1
+    return offloads and any(isinstance(action, Interrupt) for action in case.program)
+
+
+def surely_is_interrupted_gathered(case: Case) -> bool:
+    """The same in a batch's first forward, first of all."""
+    return is_interrupted_gathered(case) and _interrupts_first_forward(case)
+
+
+def is_interrupted_unresharded(case: Case) -> bool:
+    """An exception ends a forward that reshards nothing, and the module is offloaded behind it."""
+    interrupts = (action for action in case.program if isinstance(action, Interrupt))
+    offloads = case.engine.param_offload and not case.engine.reshard_after_forward
+    return offloads and any(action.phase == "forward" for action in interrupts)
+
+
+def surely_is_interrupted_unresharded(case: Case) -> bool:
+    """The same in a batch's first forward, first of all."""
+    return is_interrupted_unresharded(case) and _interrupts_first_forward(case)
 
 
 def resumes_behind_write(case: Case) -> bool:
@@ -280,6 +314,11 @@ def surely_merges_few_rows(case: Case) -> bool:
     """The same in a unit, and something is taken of it."""
     in_units = case.model.lora_targets in ("units", "named")
     return merges_few_rows(case) and in_units and takes_of_each(case)
+
+
+def _interrupts_first_forward(case: Case) -> bool:
+    first = case.program[0]
+    return isinstance(first, Interrupt) and (first.phase, first.micro_batch) == ("forward", 0)
 
 
 def _names_a_size(case: Case) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from verl.utils.device import get_torch_device
 from verl.utils.fsdp_utils import merged_lora_context
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -93,9 +94,11 @@ class VerlTrainee:
         return gradient_shards(self.module)
 
     def parameters(self) -> Iterator[LocalShard]:
+        self._wait()
         return parameter_shards(self.module)
 
     def optimizer_state(self) -> Iterator[tuple[str, LocalShard]]:
+        self._wait()
         slots = STATE_SLOTS[self.case.optimizer.kind]
         return state_shards(self.module, self.engine.optimizer, slots)
 
@@ -168,6 +171,11 @@ class VerlTrainee:
             self.engine.load_checkpoint(str(newest))
         except Exception as error:
             raise CheckpointError(f"{newest.name}: {error}") from error
+
+    def _wait(self) -> None:
+        """Verl offloads without waiting; who reads on the host has to, as its source says."""
+        if self.device.type != "cpu":
+            get_torch_device().synchronize()
 
     def _data(self, batch: LocalBatch, **planning: Any) -> Any:
         fields = self.engine.engine_config
