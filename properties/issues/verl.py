@@ -41,7 +41,7 @@ def inherited(issues: Collection[KnownIssue]) -> tuple[KnownIssue, ...]:
             id=f"verl-{issue.id}",
             engines=(ENGINE,),
             hits=partial(_adapted, issue.id, issue.hits),
-            must=partial(_adapted, issue.id, issue.must),
+            must=partial(_surely_adapted, issue.id, issue.must),
         )
         for issue in issues
         if issue.id not in _IN_OWN_FORM
@@ -52,6 +52,11 @@ def _adapted(issue: str, predicate: Predicate, case: Case) -> bool:
     """Verl asks FSDP2 to reshard the root too, which torch by itself leaves gathered."""
     root_stays = issue.startswith("fsdp2") and "gathered" in issue
     return predicate(case) and not (root_stays and case.engine.reshard_after_forward)
+
+
+def _surely_adapted(issue: str, predicate: Predicate, case: Case) -> bool:
+    """Offloading moves everything between actions, and what torch got wrong may go with it."""
+    return _adapted(issue, predicate, case) and not case.engine.param_offload
 
 
 OWN = (

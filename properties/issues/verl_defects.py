@@ -259,7 +259,9 @@ def surely_exports_low_buffers(case: Case) -> bool:
 
 
 def leaves_evaluation_unused(case: Case) -> bool:
-    """FSDP1's shards are made by the first forward, and evaluation was left before."""
+    """FSDP1's shards are made by the first forward, or offload; evaluation was left before."""
+    if case.engine.param_offload:
+        return False
     used = False
     for action in case.program:
         if isinstance(action, Eval) and not used:
@@ -270,7 +272,7 @@ def leaves_evaluation_unused(case: Case) -> bool:
 
 def surely_leaves_evaluation_unused(case: Case) -> bool:
     """The same, first of all."""
-    return _names_a_size(case) and isinstance(case.program[0], Eval)
+    return leaves_evaluation_unused(case) and isinstance(case.program[0], Eval)
 
 
 def exports_frozen_units(case: Case) -> bool:
@@ -300,9 +302,9 @@ def first_runs_without_adapter(case: Case) -> bool:
 
 
 def surely_first_runs_without_adapter(case: Case) -> bool:
-    """The same first of all, computed in another dtype than stored."""
+    """The same first of all, computed in another dtype than stored, and nothing is moved."""
     begins = isinstance(case.program[0], Infer) and case.dtypes.compute != case.dtypes.storage
-    return begins and first_runs_without_adapter(case)
+    return begins and first_runs_without_adapter(case) and not case.engine.param_offload
 
 
 def merges_few_rows(case: Case) -> bool:
