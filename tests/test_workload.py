@@ -117,7 +117,8 @@ def without_gradient(case: Case, module: nn.Module, inputs: dict[str, Tensor]) -
 
 
 def test_an_ungated_sequence_is_not_changed_by_its_gated_neighbour() -> None:
-    case = case_for(Model(units=2, optional="unit"))
+    """Of exact data: how a processor rounds a row may depend on how many rows there are."""
+    case = case_for(Model(units=2, optional="unit"), exact=True)
     module, batch = build_model(case), local_batch(case, 0, 1)
     alone = module(**batch.select([0]).inputs)
     together = module(**batch.select([0, 1]).inputs)
