@@ -83,8 +83,7 @@ def is_merged_meanwhile(case: Case) -> bool:
 def surely_is_merged_meanwhile(case: Case) -> bool:
     """The same first of all, of an adapter that moves the weights of units."""
     first = is_merged_meanwhile(replace(case, program=case.program[:1]))
-    in_units = case.model.lora_targets in ("units", "named")
-    return first and in_units and case.model.lora_alpha > 0 and not case.exact
+    return first and _adapts_units(case) and case.model.lora_alpha > 0 and not case.exact
 
 
 def merges(case: Case) -> bool:
@@ -314,13 +313,17 @@ def merges_few_rows(case: Case) -> bool:
 
 def surely_merges_few_rows(case: Case) -> bool:
     """The same in a unit, and something is taken of it."""
-    in_units = case.model.lora_targets in ("units", "named")
-    return merges_few_rows(case) and in_units and takes_of_each(case)
+    return merges_few_rows(case) and _adapts_units(case) and takes_of_each(case)
 
 
 def _interrupts_first_forward(case: Case) -> bool:
     first = case.program[0]
     return isinstance(first, Interrupt) and (first.phase, first.micro_batch) == ("forward", 0)
+
+
+def _adapts_units(case: Case) -> bool:
+    """The adapter is on layers of units alone."""
+    return case.model.lora_targets in ("units", "named")
 
 
 def _names_a_size(case: Case) -> bool:
